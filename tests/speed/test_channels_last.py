@@ -60,7 +60,9 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Images with channels last take this long, and others a second."""
-    monkeypatch.setattr(RegionProver, "seconds", lambda self, *a, is_prepared=False, **k: seconds if is_prepared else 1)
+    monkeypatch.setattr(
+        RegionProver, "device_seconds", lambda self, batches, *, is_prepared: seconds if is_prepared else 1.0
+    )
 
 
 def choice(trainer: Any) -> Any:

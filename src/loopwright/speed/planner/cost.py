@@ -31,9 +31,9 @@ FUSED_BYTES = 0.4
 """Share of the bytes of element-wise operators that is still read and written once they are fused."""
 FUSED_LAUNCHES = 0.8
 """Share of the launches that remains."""
-LAUNCH_SHARE = 0.4
-"""Launching time, as a share of computing, from which graphs are captured: hosts differ in speed by a factor of two,
-and also load data."""
+LAUNCH_SHARE = 0.3
+"""Launching time, as a share of computing, from which graphs are captured: hosts differ in speed by a factor of two or
+more, and also load data."""
 COMPILE_SECONDS, COMPILE_SECONDS_PER_OPERATOR = 5.0, 0.025
 """Seconds for compiling: at least, and for each operator of forward and backward."""
 WARM = 0.3

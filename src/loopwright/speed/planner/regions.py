@@ -141,8 +141,7 @@ class RegionChoice:
         if not plan.graphed or not may_help(here, batches[0]):
             return None
         prover = RegionProver(here, region, in_graph=True, prepare=images_last)
-        before = prover.seconds(batches, with_region=False)
-        after = prover.seconds(batches, with_region=False, is_prepared=True)
+        before, after = (prover.device_seconds(batches, is_prepared=is_last) for is_last in (False, True))
         times = f"{1000 * after:.1f} ms for a micro-batch as written instead of {1000 * before:.1f}"
         if after > FASTER * before and here.level != "max":
             plan.note(CHANNELS_LAST, False, f"they are not faster: {times}")

@@ -323,8 +323,9 @@ class Prober:
             if loss is None:
                 gradient[:] = [None if each is None else each * factor for each in gradient]
                 return
-            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            gradient[:] = [_sum(a, b) for a, b in zip(gradient, found, strict=True)]
+            found = list(torch.autograd.grad(loss, self._parameters, allow_unused=True))
+            for place in range(len(found)):  # one by one: all sums at once would be a third copy of the gradients
+                gradient[place], found[place] = _sum(gradient[place], found[place]), None
 
         with self.quiet(setting) as shapes, torch.enable_grad():
             before = state_of(self._model)

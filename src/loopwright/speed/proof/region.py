@@ -19,6 +19,8 @@ from .prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_o
 
 RUNS = 3
 """Runs of a micro-batch that are timed, after one that is not."""
+BUSY_CYCLES = 400_000_000
+"""A fifth of a second of an idle kernel, in which the host launches a micro-batch."""
 
 
 def region_inputs(batch: Any, region: Region) -> Any:
@@ -78,25 +80,20 @@ class RegionProver:
             proof.refuse("the inputs of the compiled modules are not plain tensors")
         return proof
 
-    def seconds(
-        self,
-        batches: Sequence[Any],
-        *,
-        with_region: bool,
-        around: Callable[[], Any] = nullcontext,
-        is_prepared: bool = False,
-    ) -> float:
+    def seconds(self, batches: Sequence[Any], *, with_region: bool, around: Callable[[], Any] = nullcontext) -> float:
         """Seconds of forward and backward of the first micro-batch, measured."""
         batch = region_inputs(batches[0], self._region) if with_region else batches[0]
-        run = trial(self._here, batch, self._prepare if with_region or is_prepared else lambda each: each)
+        run = trial(self._here, batch)
         with any_wait_is_fine(), self._region.installed(with_region), around(), self._prober.quiet(self._setting):
             run()
-            _wait(self._here.device)
-            started = time.perf_counter()
-            for _ in range(RUNS):
-                run()
-            _wait(self._here.device)
-            return (time.perf_counter() - started) / RUNS
+            return min(_seconds(run, self._here.device) for _ in range(RUNS))  # others may use host and device too
+
+    def device_seconds(self, batches: Sequence[Any], *, is_prepared: bool) -> float:
+        """Seconds of the device for the first micro-batch as written, without waiting for launches."""
+        run = trial(self._here, batches[0], self._prepare if is_prepared else lambda each: each)
+        with any_wait_is_fine(), self._region.installed(False), self._prober.quiet(self._setting):
+            run()
+            return min(_device_seconds(run, self._here.device) for _ in range(RUNS))
 
 
 def trial(
@@ -115,6 +112,28 @@ def trial(
             here.loss_of([given], lambda each: each, backward)
 
     return run
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _device_seconds(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds between two events, with the device kept busy while the host launches everything between them."""
+    if device.type != "cuda":
+        return _seconds(run, device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _wait(device)
+    torch.cuda._sleep(BUSY_CYCLES)
+    start.record()
+    run()
+    end.record()
+    _wait(device)
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _wait(device: torch.device) -> None:
