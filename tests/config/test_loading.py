@@ -69,7 +69,7 @@ def test_flags_of_each_form(path: Path) -> None:
         (["learning_rate=-1"], "command line: learning_rate=-1: must be"),
         (
             ["metrics=[maee]"],
-            "command line: 'maee' is not a metric of table-regression; did you mean 'mae'?; there are",
+            "command line: 'maee' is not a metric of table-regression; did you mean 'mae'? There are",
         ),
         (["task=tabel-regression"], "command line: task='tabel-regression' is not a task; did you mean 'table-regre"),
         (["evaluation_strategy=steps"], "'evaluation_strategy' is an old name: it became eval_strategy"),

@@ -117,3 +117,25 @@ def test_the_run_after_the_trial_compiles_from_the_cache(
 @pytest.mark.parametrize("count", [1, 2, WARM, WARM + 1])
 def test_a_run_of_few_updates_can_be_timed(count: int) -> None:
     assert run(Device(), same(1.0, count)).times() == pytest.approx((0.0, 1.0))
+
+
+@pytest.mark.parametrize(("load", "is_said"), [(None, False), (1.0, False), (3.2, True)])
+def test_the_time_of_a_busy_machine_is_said_to_be_one(load: float | None, is_said: bool) -> None:
+    from loopwright.cli.check import text_of
+
+    parts = ("start", "once", "updates", "evaluations", "saves", "end", "total", "per_step")
+    plan = ("model", "device", "strategy")
+    numbers = ("parameters", "trained_parameters", "training_samples", "steps", "samples_per_step")
+    report: dict[str, Any] = {
+        "plan": {**dict.fromkeys(plan, "cpu"), **dict.fromkeys(numbers, 1)},
+        "memory": dict.fromkeys(("program", "weights", "gradients", "optimizer", "activations", "peak"), 1),
+        "checkpoint": {"bytes": 1, "needed": 1, "free": 1},
+        "seconds": dict.fromkeys(parts, 1.0),
+        "load": load,
+        "metrics": {},
+        "loaded_step": None,
+        "speed_text": "",
+        "sample": None,
+        "problems": [],
+    }
+    assert ("other programs use this machine (3.2 want each processor)" in text_of(report)) is is_said

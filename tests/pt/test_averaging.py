@@ -140,3 +140,11 @@ def test_wrong_options_are_named() -> None:
             wrong()
     with pytest.raises(ModelError, match="EMACallback has no averages yet"), EMACallback().swapped():
         pass
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_two_averages_for_an_evaluation_are_reported(is_used: bool, tmp_path: Any, caplog: Any) -> None:
+    trainer = trained(tmp_path, EMACallback(use_in_evaluation=is_used), SWACallback(0.0, every_n_steps=1))
+    trainer.evaluate()
+    shown = "evaluations use the weights of SWACallback, not those of EMACallback" in caplog.text
+    assert shown is is_used

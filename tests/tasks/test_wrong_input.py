@@ -122,6 +122,18 @@ def test_images_that_are_no_images(kind: str, tmp_path: Path, folder: Path, capf
     assert ".png is not a readable image (" in shown and shown.endswith("; replace or remove it")
 
 
+def test_an_image_that_a_worker_of_the_loader_cannot_read(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("PIL")
+    images = tiny.images(tmp_path / "images")
+    for file in images.rglob("*.png"):
+        file.write_bytes(b"hello")
+    path = write_config(folder, "image-classification", output_dir=str(tmp_path / "out"), dataloader_num_workers=1)
+    shown = refused(["train", str(path), f"data.train={images}"], capfd)
+    assert shown.startswith(f"loopwright: {images}") and "is not a readable image (" in shown
+
+
 def test_a_size_that_the_model_does_not_take(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("PIL")
     path = write_config(folder, "image-classification")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .field import nearest
+from .field import advised
 
 OPTIONS = ("lr_scale", "weight_decay", "freeze")
 
@@ -27,7 +27,8 @@ def _problem(pattern: Any, given: Any) -> str | None:
         return f"{pattern!r} needs a dict with {', '.join(OPTIONS[:-1])} or {OPTIONS[-1]}"
     for name, option in given.items():
         if name not in OPTIONS:
-            return f"{pattern!r} has the option {name!r}{nearest(str(name), OPTIONS)}; use {', '.join(OPTIONS)}"
+            problem = f"{pattern!r} has the option {name!r}"
+            return advised(problem, str(name), OPTIONS, f"use {', '.join(OPTIONS)}")
         is_number = isinstance(option, (int, float)) and not isinstance(option, bool) and 0 <= option < float("inf")
         if name == "freeze" and not isinstance(option, bool):
             return f"{pattern!r}: freeze={option!r} must be True or False"

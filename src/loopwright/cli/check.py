@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..pt.trainer import Trainer
 
 GIB, MIB = 2**30, 2**20
+BUSY = 1.5
+"""Programs that want a processor, for each processor, from which a machine is busy with others than the trial."""
 TRAINED, PLAIN = "\033[1;32m", "\033[0m"
 """Colours of trained text on a terminal; elsewhere it is in double brackets."""
 USAGE = Usage(
@@ -61,7 +63,7 @@ def saves_of(config: Config, trainer: Trainer) -> int:
 def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, Any]:
     """Everything that the trial has shown, in JSON types."""
     from ..config.trial import occurrences
-    from ..core.host_memory import free_memory
+    from ..core.host_memory import free_memory, host_load
     from .explain import plan_of
 
     plan, args = plan_of(trainer), config.args
@@ -83,6 +85,7 @@ def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, An
         "plan": plan,
         "memory": found.memory,
         "memory_free": None if args.device.type == "cuda" else free_memory(),
+        "load": host_load(),
         "checkpoint": {"bytes": found.checkpoint_bytes, "needed": found.checkpoint_bytes * kept, "free": disk.free},
         "seconds": {**seconds, "total": sum(seconds.values()), "per_step": found.update_seconds},
         "metrics": found.metrics,
@@ -148,6 +151,10 @@ def text_of(report: dict[str, Any]) -> str:
             f"{duration(seconds['saves'])}, end {duration(seconds['end'])})"
         ),
     ]
+    if (report["load"] or 0.0) > BUSY:
+        lines.append(
+            f"other programs use this machine ({report['load']:.1f} want each processor); a run alone is faster"
+        )
     if report["metrics"]:
         shown = [f"{name} {value:.4g}" for name, value in report["metrics"].items() if isinstance(value, float)]
         lines.append(f"evaluation: {', '.join(shown)}")

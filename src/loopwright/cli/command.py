@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..args.field import nearest
+from ..args.field import advised
 from ..args.secrets import masked_text
 from ..errors import ArgumentsError, DataError, LoopwrightError
 
@@ -139,10 +139,9 @@ def _read(usage: Usage, words: list[str], found: Words) -> None:
             _take_options(found, known)
             return
         elif word.startswith("-") and word != "-":
-            raise ArgumentsError(
-                f"loopwright {usage.command} has no option {name!r}{nearest(name, [*known, '--json'])}; see "
-                f"`loopwright {usage.command} --help`"
-            )
+            problem = f"loopwright {usage.command} has no option {name!r}"
+            more = f"see `loopwright {usage.command} --help`"
+            raise ArgumentsError(advised(problem, name, [*known, "--json"], more))
         elif len(found.positional) == usage.most:
             raise ArgumentsError(f"{word!r} is one word too many; see `loopwright {usage.command} --help`")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..args.field import nearest
+from ..args.field import advised
 from ..errors import ArgumentsError
 from .command import Result, Usage, Words, run_command
 
@@ -20,7 +20,8 @@ def run(words: list[str]) -> int:
 def _completion(words: Words) -> Result:
     shell = words.first(f"a shell: {', '.join(SCRIPTS)}")
     if shell not in SCRIPTS:
-        raise ArgumentsError(f"{shell!r} is not a supported shell{nearest(shell, SCRIPTS)}; use {', '.join(SCRIPTS)}")
+        more = f"use {', '.join(SCRIPTS)}"
+        raise ArgumentsError(advised(f"{shell!r} is not a supported shell", shell, SCRIPTS, more))
     script = SCRIPTS[shell](*_words())
     return Result({"shell": shell, "script": script}, script.rstrip("\n"))
 

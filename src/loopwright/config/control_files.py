@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..args.field import nearest
+from ..args.field import advised
 from ..args.reading import read_float, read_int
 from ..core.checkpoint.claim import decoded
 from ..core.checkpoint.lock_file import LOCK
@@ -42,7 +42,8 @@ def read_request(words: Sequence[str]) -> Request:
     """A request from words such as `save` or `set learning_rate=1e-4`."""
     action, *rest = words
     if action not in ACTIONS:
-        raise ArgumentsError(f"{action!r} is not a request{nearest(action, ACTIONS)}; there are {', '.join(ACTIONS)}")
+        more = f"there are {', '.join(ACTIONS)}"
+        raise ArgumentsError(advised(f"{action!r} is not a request", action, ACTIONS, more))
     if action != "set":
         if rest:
             raise ArgumentsError(f"{action!r} takes nothing after it, but {' '.join(rest)!r} was given; remove it")
@@ -51,9 +52,8 @@ def read_request(words: Sequence[str]) -> Request:
         raise ArgumentsError("'set' needs one key=value, such as: set learning_rate=1e-4")
     key, _, text = rest[0].partition("=")
     if key not in SETTINGS:
-        raise ArgumentsError(
-            f"{key!r} cannot be changed while a run trains{nearest(key, SETTINGS)}; `set` takes {', '.join(SETTINGS)}"
-        )
+        problem = f"{key!r} cannot be changed while a run trains"
+        raise ArgumentsError(advised(problem, key, SETTINGS, f"`set` takes {', '.join(SETTINGS)}"))
     try:
         value = SETTINGS[key](text)
     except ValueError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..args.field import Spec, nearest, specs
+from ..args.field import Spec, advised, nearest, specs
 from ..args.problems import shown
 from ..args.reading import check, read
 from ..errors import ArgumentsError, NotAvailable
@@ -187,10 +187,8 @@ class _Loading:
             return list(self.task.default_metrics)
         for name in names:
             if name not in known:
-                self.problems.append(
-                    f"{self._place('metrics')}: {name!r} is not a metric of {self.task.name}{nearest(name, known)}; "
-                    f"there are {', '.join(known) or 'none'}"
-                )
+                problem = f"{self._place('metrics')}: {name!r} is not a metric of {self.task.name}"
+                self.problems.append(advised(problem, name, known, f"there are {', '.join(known) or 'none'}"))
         return list(names)
 
     # ---- training arguments ------------------------------------------------------------------------------------------

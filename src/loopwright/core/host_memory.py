@@ -1,4 +1,4 @@
-"""Memory used by this process, and memory available on the host."""
+"""Memory used by this process, memory available on the host, and how busy it is."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def free_memory() -> int | None:
             found = dict(line.split(":", 1) for line in file)
         return int(found["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
+        return None
+
+
+def host_load() -> float | None:
+    """Programs that want a processor, for each processor; None where this is not known."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (OSError, AttributeError):
         return None
 
 

@@ -73,8 +73,7 @@ def _check_rows(rows: Rows, request: Request) -> None:
         answers = row[data.answers_column]
         if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
             raise DataError(
-                f"{rows.row(index)}: {data.answers_column}={short(answers)} needs the lists text and "
-                "answer_start"
+                f"{rows.row(index)}: {data.answers_column}={short(answers)} needs the lists text and answer_start"
             )
         for text, start in zip(answers["text"], answers["answer_start"], strict=False):
             if row[data.context_column][start : start + len(text)] != text:

@@ -273,6 +273,5 @@ def need_tokens(rows: Rows, samples: Sequence[Row], column: str) -> None:
     empty = next((index for index, sample in enumerate(samples) if not len(sample["input_ids"])), None)
     if empty is not None:
         raise DataError(
-            f"{rows.row(empty)}: the tokenizer makes no token of {column}={short(rows[empty][column])}; "
-            "remove the row"
+            f"{rows.row(empty)}: the tokenizer makes no token of {column}={short(rows[empty][column])}; remove the row"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..args.field import Group, arg, list_of_names, nearest
+from ..args.field import Group, advised, arg, list_of_names
 from ..args.problems import short
 from ..errors import ArgumentsError, DataError
 from .declaration import Materials, Task
@@ -141,10 +141,8 @@ def _features(rows: Rows, request: Request) -> list[str]:
         return found
     for name in data.feature_columns:
         if name not in rows[0]:
-            raise ArgumentsError(
-                f"{request.place('data.feature_columns')}: {rows.name} has no column {name!r}{nearest(name, rows[0])}; "
-                f"it has {', '.join(rows[0])}"
-            )
+            problem = f"{request.place('data.feature_columns')}: {rows.name} has no column {name!r}"
+            raise ArgumentsError(advised(problem, name, rows[0], f"it has {', '.join(rows[0])}"))
     return data.feature_columns
 
 

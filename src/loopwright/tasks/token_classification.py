@@ -73,8 +73,7 @@ def _check_rows(rows: Rows, request: Request) -> None:
             raise DataError(f"{rows.row(index)}: {words} and {tags} must be lists")
         if len(row[words]) != len(row[tags]):
             raise DataError(
-                f"{rows.row(index)} has {len(row[words])} {words} and {len(row[tags])} {tags}; each word "
-                "needs one tag"
+                f"{rows.row(index)} has {len(row[words])} {words} and {len(row[tags])} {tags}; each word needs one tag"
             )
         other = next((word for word in row[words] if not isinstance(word, str)), None)
         if other is not None:

@@ -68,6 +68,11 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], tell: Callable[[str],
         )
 
 
+def uses_averages(callback: Any) -> bool:
+    """Whether evaluations have the weights of this callback."""
+    return bool(getattr(callback, "use_in_evaluation", False)) and bool(getattr(callback, "averaged", 0))
+
+
 @contextmanager
 def evaluation_weights(callbacks: Iterable[Any]) -> Iterator[None]:
     """The weights that callbacks want an evaluation to use."""

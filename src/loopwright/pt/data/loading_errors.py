@@ -10,11 +10,14 @@ from typing import Any, NoReturn
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from ...core.user_code import BEGINNING, add_note, describe, describe_items, frames_of, is_clear
+from ...errors import LoopwrightError
 from .columns import LABEL_COLUMNS
 
 
 def add_note_of_loading(error: Exception, what: str, when: str) -> None:
     """A note about an error raised by a loader: the sample or the collator, and what it was given."""
+    if isinstance(error, LoopwrightError):
+        _keep_own_message(error)
     if is_clear(error):
         return
     line = _line_of_worker(error)
@@ -23,6 +26,14 @@ def add_note_of_loading(error: Exception, what: str, when: str) -> None:
         return
     part, given, advice = _part_in_this_process(error, what)
     add_note(error, part, when=when, given=given, advice=advice)
+
+
+def _keep_own_message(error: Exception) -> None:
+    """Take the message of an error of loopwright out of the text with a traceback that torch made of it in a worker."""
+    text = str(error.args[0]) if error.args else ""
+    _, found, own = text.rpartition(f"{type(error).__name__}: ")
+    if found and text.startswith("Caught ") and own.strip():
+        error.args = (own.strip().splitlines()[0],)
 
 
 def _part_in_this_process(error: Exception, what: str) -> tuple[str, str, str]:

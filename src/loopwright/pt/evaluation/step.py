@@ -23,7 +23,7 @@ from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update
 from ...core.user_code import add_note, add_note_of_step, describe
 from ...errors import DataError
-from ..checkpoint.callback_tensors import evaluation_weights
+from ..checkpoint.callback_tensors import evaluation_weights, uses_averages
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
 from ..data.loading_errors import add_note_of_loading
@@ -94,6 +94,12 @@ class TorchEvaluation(TorchPart, Evaluation):
             self._prepare()
         self.internals.changes.follow_overrides()
         casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
+        averages = [type(each).__name__ for each in self.callback_handler.callbacks if uses_averages(each)]
+        if len(averages) > 1:
+            self.notices.warn_once(
+                f"evaluations use the weights of {averages[-1]}, not those of {', '.join(averages[:-1])}; set "
+                "use_in_evaluation=False on all but one"
+            )
         with self.evaluation_mode(), evaluation_weights(self.callback_handler.callbacks), casts:
             strategy.evaluating()
             if self.model is not strategy.model:
