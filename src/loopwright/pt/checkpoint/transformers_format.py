@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...args.secrets import masked_text
+from ...args.base import without_secrets
+from ...args.secrets import is_secret
 from ...core.checkpoint.folder import OPTIMIZER as NATIVE
 from ...errors import CheckpointError
 from ..arguments import TrainingArguments
@@ -64,13 +65,13 @@ def write_foreign(
 
 
 def without_tokens(args: TrainingArguments) -> TrainingArguments:
-    """A copy of the arguments without tokens, and without the credentials of URLs."""
+    """A copy of the arguments without tokens, passwords and the credentials of URLs, also in dicts and lists."""
     found = copy.copy(args)
     for name, value in list(vars(found).items()):
-        if name.endswith("_token"):
+        if is_secret(name):
             object.__setattr__(found, name, None)
-        elif isinstance(value, str):
-            object.__setattr__(found, name, masked_text(value))
+        elif isinstance(value, (str, dict, list, tuple)):
+            object.__setattr__(found, name, without_secrets(value))
     return found
 
 
