@@ -108,7 +108,15 @@ def _read(path: Path) -> Any:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling disallowed types raises many exceptions
-        raise CheckpointError(f"{path} cannot be read safely: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read safely ({_reason(error)}); it was damaged, or contains objects that are not read"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch has found, without its advice to load the file with `weights_only=False`."""
+    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _their_schedule(state: dict[str, Any]) -> dict[str, Any]:
