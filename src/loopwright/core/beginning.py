@@ -54,7 +54,7 @@ def _check_request(request: object) -> None:
     is_path = isinstance(request, str) or (isinstance(request, os.PathLike) and isinstance(os.fspath(request), str))
     if request is not None and not isinstance(request, bool) and not (is_path and os.fspath(request)):  # type: ignore[call-overload]
         raise CheckpointError(
-            f"resume_from_checkpoint={short(request)} is no checkpoint; use its folder or URL, True, False or 'auto'"
+            f"resume_from_checkpoint={short(request)} is not a checkpoint; use its folder or URL, True, False or 'auto'"
         )
 
 

@@ -102,7 +102,7 @@ class LocalStorage:
     def read(self, file: str) -> bytes | None:
         path = self.root / file
         content = bounded_content(path, MOST)
-        return b"" if content is None and os.path.lexists(path) else content  # what is no file is not missing
+        return b"" if content is None and os.path.lexists(path) else content  # anything else than a file is not missing
 
     def write(self, file: str, content: bytes) -> None:
         self.allow()
