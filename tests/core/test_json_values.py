@@ -7,6 +7,7 @@ import fractions
 import json
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,17 @@ def test_a_logged_value_is_refused_where_it_is_logged(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="the logged value 'odd' is a set"):
         trainer.log({"odd": {1}})
     assert "odd" not in trainer.state.log_history[-1]
+
+
+@pytest.mark.parametrize("logs", [{1: 0.5}, {None: 0.5}, {("a",): 0.5, "b": 1}, None, [], "loss", 0.5])
+def test_names_that_are_not_text_and_logs_that_are_not_a_dict_are_refused(logs: Any, tmp_path: Path) -> None:
+    """Otherwise this row would fail in every file that it is written to later."""
+    trainer = trained(tmp_path)
+    rows = len(trainer.state.log_history)
+    with pytest.raises(LogError, match=r"trainer\.log was given"):
+        trainer.log(logs)
+    trainer.log(MappingProxyType({"fine": 0.5}))
+    assert len(trainer.state.log_history) == rows + 1
 
 
 def test_a_state_that_cannot_be_saved_is_reported_before_the_first_update(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Number, Real
 from typing import Any
 
@@ -64,6 +64,19 @@ def _integer(value: int, name: str, bits: int) -> int:
             "a string"
         )
     return int(value)
+
+
+def as_logs(logs: Any) -> Any:
+    """The logs with JSON values, converted in place; raises `LogError` for a value or a name that cannot be logged."""
+    if not isinstance(logs, Mapping):
+        raise LogError(f"trainer.log was given a {type(logs).__name__}; use a dict of names and numbers")
+    names = [name for name in logs if not isinstance(name, str)]
+    if names:
+        raise LogError(f"trainer.log was given a name of type {type(names[0]).__name__}; use text as names")
+    logs = logs if isinstance(logs, MutableMapping) else dict(logs)
+    for name, value in logs.items():
+        logs[name] = json_value(value, f"the logged value {name!r}", bits=LOGGED_BITS)
+    return logs
 
 
 def json_or_left_out(value: Any, name: str, tell: Callable[[str], None]) -> Any:
