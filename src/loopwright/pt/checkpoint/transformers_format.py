@@ -76,9 +76,11 @@ def without_tokens(args: TrainingArguments) -> TrainingArguments:
 
 
 def _in_host_memory(values: Any) -> Any:
-    """Nested values with tensors in host memory, so that the file can be loaded without the device."""
+    """Nested values with tensors in host memory, and numbers that can be loaded without numpy's classes."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu()
+    if isinstance(values, np.generic):
+        return values.item()
     if type(values) is dict:
         return {name: _in_host_memory(each) for name, each in values.items()}
     return type(values)(map(_in_host_memory, values)) if type(values) in (list, tuple) else values
