@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,21 @@ def test_a_signal_while_a_callback_evaluates(event: str, number: int, tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_when_training_is_complete(number: int, tmp_path: Path) -> None:
-    """It has the effect it has without a run: nothing is left to save."""
+def test_a_signal_when_training_is_complete(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the effect it has without a run: nothing is left to save, and Ctrl-C shows no traceback."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     heard: list[int] = []
     before = signal.signal(number, lambda *given: heard.append(number))
     try:
         done = made(tmp_path / "run", Evaluates("on_train_end", number, 6))
         if number == signal.SIGINT:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as raised:
                 done.train()
+            capsys.readouterr()
+            sys.excepthook(raised.type, raised.value, raised.tb)
+            assert "Traceback" not in capsys.readouterr().err
         else:
             assert done.train().global_step == 6
             assert heard == [number]

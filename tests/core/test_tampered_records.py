@@ -21,7 +21,7 @@ from loopwright.core.checkpoint.claim import decoded, own_claim
 from loopwright.core.checkpoint.lock_file import LOCK
 from loopwright.core.checkpoint.run_id import FILE as CURRENT
 from loopwright.core.run_record import FILE as RECORD, read_record
-from loopwright.errors import LoopwrightError
+from loopwright.errors import CheckpointError, LoopwrightError
 
 METRICS = "metrics.jsonl"
 FREE = re.compile(
@@ -108,6 +108,45 @@ def test_some_changes_of_records(saved: Any, tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.slow
 def test_all_changes_of_records(saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert wrong(saved, tmp_path / "run", caplog, first=0, step=1) == {}
+
+
+KINDS: dict[str, Any] = {
+    "a folder": lambda path: path.mkdir(),
+    "a named pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to nothing": lambda path: path.symlink_to(path.parent / "nothing"),
+    "20 GB of zeros": lambda path: (path.touch(), os.truncate(path, 20 << 30)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [CURRENT, LOCK, METRICS])
+def test_what_stands_in_the_place_of_a_record(
+    name: str, kind: str, saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused or reported by its name, and nothing waits for a writer or a reader."""
+    if name == METRICS and kind in ("a link to nothing", "20 GB of zeros"):
+        pytest.skip("a file elsewhere, or one of other contents")
+    place = tmp_path / "run"
+    shutil.copytree(saved[0], place)
+    (place / name).unlink()
+    KINDS[kind](place / name)
+    trainer = make(place)
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except LoopwrightError as error:
+        assert name in str(error)
+    else:
+        assert computed(place, trainer) == saved[1] and (name in caplog.text or name == LOCK)
+        assert name != LOCK or "cannot be locked" in caplog.text or not os.path.lexists(place / name)
+
+
+@pytest.mark.parametrize("request_", [4, 1, 0, 1.5, "", b"checkpoint-4", ["checkpoint-4"], {"auto"}, "x" * 5000])
+def test_a_request_that_is_no_checkpoint_is_refused(request_: Any, saved: Any, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    shutil.copytree(saved[0], place)
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint=|File name too long"):
+        make(place).train(resume_from_checkpoint=request_)
 
 
 def test_a_claim_is_a_claim_or_none(saved: Any) -> None:

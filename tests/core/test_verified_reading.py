@@ -86,6 +86,38 @@ def test_an_error_that_passes_is_tried_again(
     assert manager(folder).find("auto") == str(folder / "checkpoint-3") and len(tries) == 2
 
 
+CALLS = ("stat", "listdir", "scandir")
+PLACES = (".", "checkpoint-3", f"checkpoint-3/{MANIFEST}", "checkpoint-3/model.safetensors")
+
+
+@pytest.mark.parametrize("number", ERRORS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_folder_that_cannot_be_listed_or_entered_stops_and_changes_nothing(
+    call: str, place: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, broken, tries = getattr(os, call), folder / place, []
+
+    def refuse(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, (str, os.PathLike)) and Path(path) == broken:
+            tries.append(1)
+            raise OSError(number, os.strerror(number), str(path))
+        return original(path, *args, **kwargs)
+
+    before = sorted(path.name for path in folder.iterdir())
+    monkeypatch.setattr(os, call, refuse)
+    for request in ("auto", True, str(folder / "checkpoint-3")):
+        tries.clear()
+        try:
+            manager(folder).find(request)
+        except CheckpointError as error:
+            assert "cannot be read" in str(error)
+        else:
+            assert not tries, f"{request} was found although {place} could not be read"
+    monkeypatch.undo()
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 def test_a_bad_sector_falls_back_and_renames_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, folder / "checkpoint-3" / "model.safetensors", errno.EIO)
     assert manager(folder).find("auto") == str(folder / "checkpoint-2")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright import ArgumentsError, DataError, EarlyStoppingCallback, EvalPrediction, TrainerCallback
+from loopwright.errors import LoopwrightError
 from tests import models
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
@@ -303,6 +304,14 @@ def test_a_metric_that_has_the_prefix_keeps_its_name(tmp_path: Any) -> None:
 def test_metrics_become_plain_numbers(value: Any, tmp_path: Any) -> None:
     found = make(tmp_path, compute_metrics=lambda p: {"m": value}).evaluate(points())["eval_m"]
     assert type(found) is float and found == 0.5
+
+
+def test_a_metric_that_contains_itself_or_has_no_value_is_refused(tmp_path: Any) -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    for value, text in ((itself, "contains itself"), (torch.ones(1, device="meta"), "'eval_m' is a Tensor")):
+        with pytest.raises(LoopwrightError, match=text):
+            make(tmp_path, compute_metrics=lambda p, value=value: {"m": value}).evaluate(points())
 
 
 class Listener(TrainerCallback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,37 @@ def test_optimizer_state_that_cannot_be_saved_is_refused_before_step_1(tmp_path:
         model, args, train_dataset=regression_data(16), optimizers=(Odd(model.parameters(), lr=0.1), None)
     )
     with pytest.raises(loopwright.CheckpointError, match="secret.*cannot be saved without pickle"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def with_options(folder: Path, layout: str = "native", **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.1), momentum=0.9)
+    optimizer.param_groups[0].update(options)
+    args = TrainingArguments(str(folder), max_steps=4, save_steps=2, use_cpu=True, checkpoint_format=layout)
+    return Trainer(model, args, train_dataset=regression_data(16), optimizers=(optimizer, None))
+
+
+@pytest.mark.parametrize("layout", ["native", "transformers"])
+def test_numbers_of_numpy_in_an_optimizer_come_back_as_they_were(layout: str, tmp_path: Path) -> None:
+    whole = with_options(tmp_path, layout, count=np.int64(3), on=np.bool_(True))
+    whole.train()
+    again = with_options(tmp_path, layout, count=np.int64(0), on=np.bool_(False))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    options = again.optimizer.param_groups[0]
+    assert (options["count"], options["on"]) == (3, True)
+    assert type(options["count"]) is (np.int64 if layout == "native" else int)
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_option_of_an_optimizer_that_contains_itself_is_refused_before_step_1(tmp_path: Path) -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    trainer = with_options(tmp_path, odd=itself)
+    with pytest.raises(loopwright.CheckpointError, match="more than 100 levels, or contains itself"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -17,6 +17,7 @@ from torch import nn
 from loopwright import ArgumentsError, BusyError, DataError, MetricError, Trainer, TrainerCallback, TrainingArguments
 from loopwright.core import user_code
 from loopwright.core.user_code import BEGINNING, describe
+from loopwright.pt.data.loading_errors import each_of
 from tests.models import Regression, regression_data
 from tests.pt.odd_inputs import Made, Samples, Stream, breaks_after, callback, stacked, train
 
@@ -58,6 +59,45 @@ def test_the_collator(workers: int) -> None:
     note = note_of(caught.value)
     assert "the data collator on items [" in note and "at step 1" in note
     assert "given: list of 3: {x: float32 (4,), labels: float32 ()}" in note
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("where", ["an item", "the collator", "the collator of a stream"])
+def test_a_stop_iteration_does_not_end_the_data(where: str, workers: int) -> None:
+    """A loop takes it for the end: the rest of the epoch, or of an evaluation, would be left out silently."""
+
+    def item(index: int) -> Any:
+        return next(iter([])) if index == 5 and where == "an item" else DATA[index]
+
+    def collate(samples: list[Any]) -> Any:
+        if where != "an item" and any(sample["x"] is DATA[5]["x"] for sample in samples):
+            raise StopIteration("no tokens")
+        return stacked(samples)
+
+    data: Any = Stream(lambda: iter(DATA)) if "stream" in where else Samples(8, item)
+    options = {"dataloader_num_workers": workers, "per_device_train_batch_size": 2, "max_steps": 4}
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        train(data=data, data_collator=collate, options=options)
+    assert "item 5 of the" in note_of(caught.value) or "the data collator" in note_of(caught.value)
+    args = TrainingArguments("run", use_cpu=True, per_device_eval_batch_size=2, dataloader_num_workers=workers)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        Trainer(Regression(), args, data_collator=collate).evaluate(data)
+
+
+def test_the_stop_iteration_of_an_iterator_is_its_end() -> None:
+    class Batches(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            self.left = 3
+            return self
+
+        def __next__(self) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return stacked(DATA[:2])
+
+    for size in (None, 1):
+        assert len(list(each_of(torch.utils.data.DataLoader(Batches(), batch_size=size)))) == 3
 
 
 def test_a_stream() -> None:

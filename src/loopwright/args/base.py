@@ -252,7 +252,7 @@ def without_secrets(value: Any) -> Any:
         secret = {key: each for key, each in value.items() if isinstance(each, str) and is_secret(str(key))}
         hidden = {key for key, each in secret.items() if not each.startswith("<")}  # else it is masked already
         return {key: MASK if key in hidden else without_secrets(each) for key, each in value.items()}
-    return [without_secrets(each) for each in value] if isinstance(value, list) else value
+    return type(value)(map(without_secrets, value)) if type(value) in (list, tuple) else value
 
 
 def plain(value: Any) -> Any:

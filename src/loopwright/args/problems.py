@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import ArgumentsError
-from .secrets import masked_text
+from .secrets import is_secret, masked_text
 
 LONGEST_VALUE = 80
 LONGEST_PROBLEM = 1000
@@ -37,9 +37,12 @@ class Problems:
 
 def shown(name: str, value: Any) -> str:
     """'name=value' for a message, shortened and with secrets masked."""
-    if name.endswith("_token"):
-        return f"{name}=..."
-    return f"{name}={short(value.value if isinstance(value, Enum) else value)}"
+    return f"{name}={short_value(name, value)}"
+
+
+def short_value(name: str, value: Any) -> str:
+    """The value of a name for a message, shortened and with secrets masked."""
+    return "..." if is_secret(name) else short(value.value if isinstance(value, Enum) else value)
 
 
 def short(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..args.duration import DurationArgs
 from ..args.paths import fixed_folder
 from ..core.checkpoint.disk_errors import FULL
+from ..core.checkpoint.reading import kind_of_file
 from ..core.events import TrainerCallback
 from ..errors import OutputError
 from ..notices import logger
@@ -52,6 +54,7 @@ class MetricsFileCallback(TrainerCallback):
         self._is_training, self._is_off = True, False
         path = self._place = _path(args)
         try:
+            _refuse_other_kinds(path)
             if state.global_step:
                 self._resume(path, state.global_step)
             else:
@@ -242,6 +245,13 @@ def _replace(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def _path(args: DurationArgs) -> Path:
     return Path(fixed_folder(args.output_dir)) / FILE_NAME
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise an error for a folder, or a named pipe, whose reader or writer would be waited for."""
+    mode = path.stat().st_mode if path.exists() else stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        raise OSError(f"it is {kind_of_file(mode)}, not a file")
 
 
 def _temporary(path: Path) -> Path:

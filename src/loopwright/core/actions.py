@@ -19,7 +19,7 @@ from .deferred_logs import LogPoint, can_defer_logs
 from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .host_memory import MemoryMeter
-from .json_values import json_value
+from .json_values import as_logs
 from .ledger import EVALUATION, SAVING
 from .meter import Reading
 from .outputs import speed_metrics
@@ -203,8 +203,7 @@ class LoopActions(SavedState):
         if self.is_probing:
             return
         self.run.may_leave = False
-        for name, value in logs.items():
-            logs[name] = json_value(value, f"the logged value {name!r}")
+        logs = as_logs(logs)
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":

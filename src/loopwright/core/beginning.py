@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..args.paths import working_folder
+from ..args.problems import short
 from ..errors import CheckpointError, LoopwrightError, OutputError, OwnerError
 from ..notices import logger
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
-from .continuation import count_call, interrupted_checkpoint, is_interactive, own_command
+from .continuation import count_call, interrupted_checkpoint, own_command
+from .interruption import is_interactive
 from .run_record import is_restart, is_started_again, is_take_over, job_id, launch_id, write_record
 from .signals import Interrupted
 
@@ -28,6 +30,7 @@ FEW = 8
 
 def begin_run(internals: Internals, request: Request) -> str | None:
     """Take the output folder and make this run its current one; returns the checkpoint to resume from."""
+    _check_request(request)
     internals.check_output_dir()
     _take_folder(internals)
     args, call = internals.args, count_call(internals.args.output_dir)
@@ -45,6 +48,14 @@ def begin_run(internals: Internals, request: Request) -> str | None:
         write_record(working_folder(args.output_dir))
         _tell_others(internals, is_fresh=checkpoint is None)
     return checkpoint
+
+
+def _check_request(request: object) -> None:
+    is_path = isinstance(request, str) or (isinstance(request, os.PathLike) and isinstance(os.fspath(request), str))
+    if request is not None and not isinstance(request, bool) and not (is_path and os.fspath(request)):  # type: ignore[call-overload]
+        raise CheckpointError(
+            f"resume_from_checkpoint={short(request)} is not a checkpoint; use its folder or URL, True, False or 'auto'"
+        )
 
 
 def _take_folder(internals: Internals) -> None:

@@ -7,7 +7,6 @@ that ended, or failed with an exception, is not.
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE
 from .checkpoint.json_files import read_json
 from .checkpoint.run_id import FAILED, INTERRUPTED, RUNNING, CurrentRun
 from .checkpoint.schema import count, named, record
+from .interruption import is_interactive
 
 if TYPE_CHECKING:
     from .internals import Internals
@@ -40,11 +40,6 @@ def count_call(output_dir: str | os.PathLike[str] | None) -> int:
     key = os.getpid(), os.fspath(output_dir or "")
     _calls[key] = _calls.get(key, 0) + 1
     return _calls[key]
-
-
-def is_interactive() -> bool:
-    """Whether commands are typed into this process, as in a notebook."""
-    return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
 
 
 def own_command() -> tuple[str, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import LostRankError
@@ -11,7 +9,7 @@ from ..notices import logger
 from .checkpoint.folder import folder_name
 from .checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
 from .console import report_saves
-from .continuation import is_interactive
+from .interruption import interrupt
 from .run import Run
 from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 
 WISHES = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 """Requests that a run fulfils after it was resumed."""
-QUIET = "loopwright_is_quiet"
-"""Attribute of a KeyboardInterrupt that ends a process without a traceback."""
 
 
 def leave(internals: LoopActions) -> NoReturn:
@@ -65,29 +61,6 @@ def _exit_after_saving(run: Run) -> NoReturn:
     note_stop()
     run.signals.chained()
     raise SystemExit(STOPPED_AFTER_SAVING)
-
-
-def interrupt() -> NoReturn:
-    """Raise KeyboardInterrupt; if nothing catches it, the process ends without a traceback."""
-    error = KeyboardInterrupt()
-    if not is_interactive():
-        setattr(error, QUIET, True)
-        _hide_tracebacks()
-    raise error from None
-
-
-def _hide_tracebacks() -> None:
-    """Let Python print no traceback of a KeyboardInterrupt that ends a run in order; other errors are unchanged."""
-    earlier = sys.excepthook
-    if getattr(earlier, QUIET, False):
-        return
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not getattr(error, QUIET, False):
-            earlier(kind, error, trace)
-
-    setattr(report, QUIET, True)
-    sys.excepthook = report
 
 
 def status_after(error: BaseException, run: Run) -> str:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..args.problems import short_value
 from ..errors import ArgumentsError
 
 Schedule = Callable[[int], float]
@@ -69,7 +70,7 @@ def _unknown_options(name: str, options: Mapping[str, Any]) -> list[str]:
     accepted = schedule_options(name)
     listing = ", ".join(accepted) if accepted else "no options"
     return [
-        f"The schedule '{name}' has no option '{key}' (given {value!r}). It accepts {listing}."
+        f"The schedule '{name}' has no option '{key}' (given {short_value(key, value)}). It accepts {listing}."
         for key, value in options.items()
         if key not in accepted
     ]

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from ..notices import logger
+from .interruption import interrupt
 from .lost_output import discard_lost_output
 
 STOPPED_AFTER_SAVING = 75
@@ -120,7 +121,8 @@ class SignalWatch:
     def _pass_on(self) -> None:
         """The effect of a signal that was received too late to stop the run, which has finished."""
         if self.noted == "SIGINT":
-            raise KeyboardInterrupt
+            logger.warning("interrupted while training finished; the run is complete, and nothing is left to save")
+            interrupt()
         logger.warning(f"{self.noted} was received while training finished; there is nothing left to save")
         self.chained()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from .folder import MANIFEST, REPLACED, folder_name, is_staging, staging_name, step_in_name
 from .lock_file import LockFile
 from .manifest import Manifest, damage, read_manifest, refuse_odd_files
-from .reading import bounded_content
+from .reading import bounded_content, persistent
 
 MOST = 16 << 20
 """Bytes of the largest file beside the checkpoints that is read."""
@@ -38,13 +38,17 @@ class LocalStorage:
         return self.root / name
 
     def resolve(self, name: str) -> str | None:
-        return name if (self.root / name).is_dir() else None
+        path = self.root / name
+        return name if persistent(path.is_dir, path) else None
 
     def names(self) -> list[str]:
+        # A replaced checkpoint comes before its successor, which takes precedence.
+        return sorted(persistent(self._names, self.root), reverse=True)
+
+    def _names(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        found = [path.name for path in self.root.iterdir() if step_in_name(path) is not None and path.is_dir()]
-        return sorted(found, reverse=True)  # a replaced checkpoint before its successor, which takes precedence
+        return [path.name for path in self.root.iterdir() if step_in_name(path) is not None and path.is_dir()]
 
     def manifest(self, name: str) -> Manifest | None:
         return read_manifest(self.root / name)
@@ -96,7 +100,9 @@ class LocalStorage:
         return LockFile(self.root)
 
     def read(self, file: str) -> bytes | None:
-        return bounded_content(self.root / file, MOST)
+        path = self.root / file
+        content = bounded_content(path, MOST)
+        return b"" if content is None and os.path.lexists(path) else content  # anything else than a file is not missing
 
     def write(self, file: str, content: bytes) -> None:
         self.allow()

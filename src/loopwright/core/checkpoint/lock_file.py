@@ -6,6 +6,7 @@ reach other machines (some network file systems), the time of the last change of
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -124,7 +125,9 @@ class LockFile:
         while True:
             try:
                 descriptor = _open(self.path)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if self.path.is_symlink():  # it cannot be created either
+                    raise OSError(errno.ELOOP, f"{self.path} is a link to a file that does not exist") from error
                 return None
             try:
                 found = FoundFile(self.path, descriptor)

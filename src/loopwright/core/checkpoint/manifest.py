@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from .folder import MANIFEST
-from .reading import Unreadable, bounded_content, kind_of_file, link_problem, persistent
+from .reading import Unreadable, bounded_content, kind_of_file, link_problem, paths_below, persistent
 from .schema import count, list_of, maybe, named, record, text
 
 VERSION = 2
@@ -82,7 +82,7 @@ def describe(
     Files in `known` were described, with their tensors, by the rank that wrote them.
     """
     files, tensors = dict(known or {}), {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
+    for path in (each for each in paths_below(folder) if each.is_file() and each.name != MANIFEST):
         name = path.relative_to(folder).as_posix()
         if name in files:
             continue
@@ -101,7 +101,7 @@ def adopt_changes(folder: Path) -> None:
     if manifest is None:
         return
     written = _changed_at(folder / MANIFEST)
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files = {path.relative_to(folder).as_posix(): path for path in paths_below(folder) if path.is_file()}
     files = {name: path for name, path in files.items() if name != MANIFEST and not link_problem(folder, name)}
     known = {name: entry for name, entry in manifest.files.items() if name in files}
     for name, path in files.items():
@@ -198,14 +198,14 @@ def _size(path: Path) -> int | str:
 
 def refuse_link(folder: Path, name: str) -> None:
     """Raise `CheckpointError` for a file that is a link to another place."""
-    problem = link_problem(folder, name)
+    problem = persistent(partial(link_problem, folder, name), folder / name)
     if problem is not None:
         raise CheckpointError(f"{folder.name}: {name} {problem}")
 
 
 def refuse_odd_files(folder: Path) -> None:
     """Raise `CheckpointError` for anything in a folder without a manifest that is not a file of its own."""
-    for path in sorted(folder.rglob("*")):
+    for path in paths_below(folder):
         name = path.relative_to(folder).as_posix()
         refuse_link(folder, name)
         size = _size(path)
@@ -225,7 +225,7 @@ def names_outside(names: Iterable[str]) -> str | None:
 
 def refuse_unlisted(folder: Path, manifest: Manifest) -> None:
     """Raise `CheckpointError` for a file that would change what is loaded and that the manifest does not list."""
-    for path in sorted(folder.rglob("*")):
+    for path in paths_below(folder):
         name = path.relative_to(folder).as_posix()
         if name != MANIFEST and name not in manifest.files and READ.search(name) and not path.is_dir():
             raise CheckpointError(

@@ -32,7 +32,7 @@ def persistent(read: Callable[[], Value], path: Path) -> Value:
         except OSError as error:
             if error.errno in (*MISSING, *NOT_A_FILE):
                 raise
-            if pause is None:
+            if pause is None or error.errno == errno.ENAMETOOLONG:
                 problem = CheckpointError(
                     f"{path} cannot be read ({error.strerror or error}), so it is not known whether the checkpoint is "
                     "intact. Nothing was changed; make it readable and run again"
@@ -57,6 +57,9 @@ def document_content(path: Path, most: int) -> bytes:
     """The content of a regular file of at most so many bytes; raises `CheckpointError` for anything else."""
 
     def read() -> bytes:
+        problem = link_problem(path.parent, path.name)
+        if problem is not None:
+            raise Refused(problem)
         # Opening a named pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         status = os.fstat(descriptor)
@@ -66,10 +69,7 @@ def document_content(path: Path, most: int) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             return file.read()
 
-    problem = link_problem(path.parent, path.name)
     try:
-        if problem is not None:
-            raise Refused(problem)
         return persistent(read, path)
     except Refused as error:
         raise CheckpointError(f"{path} {error}") from None
@@ -78,6 +78,22 @@ def document_content(path: Path, most: int) -> bytes:
             raise
         found = "a socket or a link to itself, not a file" if error.errno in NOT_A_FILE else "missing"
         raise CheckpointError(f"{path} is {found}") from None
+
+
+def paths_below(folder: Path) -> list[Path]:
+    """Every file and folder below a folder, in order; one that cannot be listed is an error, unlike in `rglob`."""
+
+    def walk() -> list[Path]:
+        found = []
+        for place, folders, files in os.walk(folder, onerror=_raise):
+            found += [Path(place, name) for name in (*folders, *files)]
+        return sorted(found)
+
+    return persistent(walk, folder)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 class Refused(Exception):

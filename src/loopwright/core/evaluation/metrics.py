@@ -13,6 +13,7 @@ import numpy as np
 
 from ...args.problems import short
 from ...errors import MetricError
+from ..json_values import DEEPEST
 
 
 def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -40,19 +41,29 @@ def full_name(metric: str) -> str:
     return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
-def plain_numbers(value: Any) -> Any:
+def plain_numbers(value: Any, levels: int = DEEPEST) -> Any:
     """Convert numpy and other one-element values to Python numbers, for printing and JSON."""
+    if levels == 0:
+        raise MetricError(f"a metric has more than {DEEPEST} levels, or contains itself; return numbers")
     if isinstance(value, Mapping):
-        return {name: plain_numbers(each) for name, each in value.items()}
+        return {name: plain_numbers(each, levels - 1) for name, each in value.items()}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (list, tuple)):
-        return [plain_numbers(each) for each in value]
-    if isinstance(value, (str, bytes, int, float, bool)) or value is None:
+        return [plain_numbers(each, levels - 1) for each in value]
+    if isinstance(value, (str, bytes, int, float, bool)) or value is None or np.ma.is_masked(value):
         return value
-    if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):
-        return value.item()
-    return value.tolist() if hasattr(value, "tolist") else value
+    return _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    """The number or list in an array or tensor; other objects, and tensors without values, as they are."""
+    try:
+        if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):
+            return value.item()
+        return value.tolist() if hasattr(value, "tolist") else value
+    except RuntimeError:  # on torch's meta device
+        return value
 
 
 def readable(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...core.checkpoint.schema import LARGEST, label, restoring, shown
+from ...core.checkpoint.schema import DEEPEST, LARGEST, label, restoring, shown
 from ...errors import CheckpointError
 
 _KEYS = (str, bool, int, float, type(None))
+_NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32")
+"""Kinds of numpy's numbers that are saved with their kind, since it decides how they are rounded."""
 
 
 class Owner(NamedTuple):
@@ -55,6 +58,10 @@ def encode_value(value: Any, key: str, tensors: dict[str, Tensor], owner: Owner 
         tensors[key] = value
         order = _order(value) if owner.package else None
         return {"tensor": key} if order is None else {"tensor": key, "order": order}
+    if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
+        return {"numpy": value.dtype.name, "value": value.item()}
+    if key.count("/") > DEEPEST:
+        raise CheckpointError(f"{owner.whose}{key[:100]} ... has more than {DEEPEST} levels, or contains itself")
     if isinstance(value, (list, tuple)):
         parts = [encode_value(each, f"{key}/{i}", tensors, owner) for i, each in enumerate(value)]
         return {"tuple": parts} if isinstance(value, tuple) else parts
@@ -139,11 +146,19 @@ def decode_value(
         return tuple(decode_value(each, tensors, owner, device) for each in value["tuple"])
     if "dtype" in value:
         return _dtype(value["dtype"])
+    if "numpy" in value:
+        return _numpy_number(value["numpy"], value["value"])
     if "parameters" in value:
         pairs = value["parameters"]
         return {owner.parameters[name]: decode_value(each, tensors, owner, device) for name, each in pairs}
     pairs = {name: decode_value(each, tensors, owner, device) for name, each in value["dict"]}
     return _made(value, pairs, owner, device) if "object" in value else pairs
+
+
+def _numpy_number(name: Any, value: Any) -> Any:
+    if name not in _NUMBERS or not isinstance(value, (bool, int, float)):
+        raise ValueError(f"numpy is {shown(name)} with the value {shown(value)}, expected a number")
+    return np.dtype(name).type(value)
 
 
 def _in_order(tensor: Tensor, order: list[int]) -> Tensor:
@@ -198,6 +213,8 @@ def tensors_in(value: Any, key: str, path: Path) -> Iterator[str]:
             found = shown(value["tensor"])
             raise CheckpointError(f"{label(path)}: {key} refers to the tensor {found}; the file was changed")
         yield key
+    elif isinstance(value, dict) and "numpy" in value:
+        yield from tensors_in(value.get("value"), key, path)
     elif isinstance(value, dict) and "dtype" not in value:
         with restoring(path, key):
             pairs = _pairs(value)
@@ -214,7 +231,6 @@ def _pairs(value: dict[str, Any]) -> list[tuple[Any, Any]]:
     if "tuple" in value:
         return list(enumerate(value["tuple"]))
     return [(name, one) for name, one in value["parameters" if "parameters" in value else "dict"]]
-
 
 
 def check_plain(described: Mapping[str, Any]) -> None:

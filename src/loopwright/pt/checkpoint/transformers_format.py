@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...args.secrets import masked_text
+from ...args.base import without_secrets
+from ...args.secrets import is_secret
 from ...core.checkpoint.folder import OPTIMIZER as NATIVE
 from ...errors import CheckpointError
 from ..arguments import TrainingArguments
@@ -64,20 +65,22 @@ def write_foreign(
 
 
 def without_tokens(args: TrainingArguments) -> TrainingArguments:
-    """A copy of the arguments without tokens, and without the credentials of URLs."""
+    """A copy of the arguments without tokens, passwords and the credentials of URLs, also in dicts and lists."""
     found = copy.copy(args)
     for name, value in list(vars(found).items()):
-        if name.endswith("_token"):
+        if is_secret(name):
             object.__setattr__(found, name, None)
-        elif isinstance(value, str):
-            object.__setattr__(found, name, masked_text(value))
+        elif isinstance(value, (str, dict, list, tuple)):
+            object.__setattr__(found, name, without_secrets(value))
     return found
 
 
 def _in_host_memory(values: Any) -> Any:
-    """Nested values with tensors in host memory, so that the file can be loaded without the device."""
+    """Nested values with tensors in host memory, and numbers that can be loaded without numpy's classes."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu()
+    if isinstance(values, np.generic):
+        return values.item()
     if type(values) is dict:
         return {name: _in_host_memory(each) for name, each in values.items()}
     return type(values)(map(_in_host_memory, values)) if type(values) in (list, tuple) else values
@@ -107,7 +110,15 @@ def _read(path: Path) -> Any:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling disallowed types raises many exceptions
-        raise CheckpointError(f"{path} cannot be read safely: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read safely ({_reason(error)}); it was damaged, or contains objects that are not read"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch has found, without its advice to load the file with `weights_only=False`."""
+    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _their_schedule(state: dict[str, Any]) -> dict[str, Any]:

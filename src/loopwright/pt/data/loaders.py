@@ -298,6 +298,7 @@ def build_loader(
     if isinstance(dataset, IterableDataset):
         if not workers:
             return DataLoader(dataset, drop_last=drop_last, **options)
+        options["collate_fn"] = NotedInWorker(collate_fn, None)
         stream = SeededStream(dataset, data_seed(args))
         if keep_order or not has_exact_state(dataset):
             return DataLoader(stream, drop_last=drop_last, **options)

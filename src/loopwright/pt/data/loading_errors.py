@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, NoReturn
 
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
@@ -34,6 +35,44 @@ def _keep_own_message(error: Exception) -> None:
     _, found, own = text.rpartition(f"{type(error).__name__}: ")
     if found and text.startswith("Caught ") and own.strip():
         error.args = (own.strip().splitlines()[0],)
+
+
+def take(batches: Iterator[Any], count: int) -> list[Any]:
+    """The next batches, fewer at the end of the data; a StopIteration of the user's code is not that end."""
+    found = []
+    try:
+        for _ in range(count):
+            found.append(next(batches))
+    except StopIteration as end:
+        _refuse_stop(end)
+    return found
+
+
+def each_of(loader: Any) -> Iterator[Any]:
+    """All batches of a loader; a StopIteration of the user's code is not their end."""
+    batches = iter(loader)
+    while found := take(batches, 1):
+        yield found[0]
+
+
+def _refuse_stop(end: StopIteration) -> None:
+    """Raise an error if a dataset or collator raised this: a loop would take it for the end of the data."""
+    is_from_worker = str(end).startswith("Caught StopIteration in DataLoader worker")
+    if is_from_worker or _is_below_fetch(end.__traceback__):
+        text = str(end) if is_from_worker else f"StopIteration: {end}"
+        raise RuntimeError(text).with_traceback(end.__traceback__) from end
+
+
+def _is_below_fetch(trace: TracebackType | None) -> bool:
+    """Whether a StopIteration comes from a dataset or collator that torch's `fetch` has called, and is not its own."""
+    while trace is not None:
+        fetcher = trace.tb_frame.f_locals.get("self") if trace.tb_frame.f_code.co_name == "fetch" else None
+        if isinstance(fetcher, _MapDatasetFetcher) or (
+            isinstance(fetcher, _IterableDatasetFetcher) and fetcher.auto_collation
+        ):
+            return trace.tb_next is not None
+        trace = trace.tb_next
+    return False
 
 
 def _part_in_this_process(error: Exception, what: str) -> tuple[str, str, str]:
@@ -91,7 +130,7 @@ def raise_for_main(error: Exception) -> NoReturn:
     found: Any = sys.modules.get(type(error).__module__)
     for name in type(error).__qualname__.split("."):
         found = getattr(found, name, None)
-    if found is type(error):
+    if found is type(error) and not isinstance(error, StopIteration):  # which torch takes for the end of a stream
         raise error
     sent = RuntimeError(f"{type(error).__qualname__}: {error}")
     for note in getattr(error, "__notes__", ()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -29,7 +28,7 @@ from .loaders import (
     has_length,
     ordered_sampler,
 )
-from .loading_errors import add_note_of_loading
+from .loading_errors import add_note_of_loading, take
 from .packing import packed_plan
 from .prepared import whole_loader
 from .sampling import Sampling
@@ -340,12 +339,12 @@ class TorchData(Sampling):
             if self.run.batches_overridden:
                 override = adapt(self.trainer.get_batch_samples, "device")
                 return override(batches, self.run.plan.accumulation, device=self.device)[0]
-            return list(islice(batches, self.run.plan.accumulation))
+            return take(batches, self.run.plan.accumulation)
         except Exception as error:  # dataset and collator may raise anything; re-raised with a note
             add_note_of_loading(error, "training", self.internals.moment(ahead=1))
             raise
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update, and their number of targets."""
-        batches = list(islice(epoch_iterator, num_batches))
+        batches = take(epoch_iterator, num_batches)
         return batches, self.trainer._get_num_items_in_batch(batches, device)

@@ -26,7 +26,7 @@ from ...errors import DataError
 from ..checkpoint.callback_tensors import evaluation_weights, uses_averages
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
-from ..data.loading_errors import add_note_of_loading
+from ..data.loading_errors import add_note_of_loading, each_of
 from ..data.prepared import PreparedLoader
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
@@ -231,7 +231,7 @@ class TorchEvaluation(TorchPart, Evaluation):
 
     def _loaded(self, loader: Any) -> Iterator[Any]:
         try:
-            yield from loader
+            yield from each_of(loader)
         except Exception as error:  # dataset and collator may raise anything; re-raised with a note
             add_note_of_loading(error, "evaluation", self.internals.moment())
             raise

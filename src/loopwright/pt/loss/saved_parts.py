@@ -1,4 +1,4 @@
-"""What a checkpoint contains about the loss: its inferred properties, and how micro-batches are split."""
+"""What a checkpoint contains about the loss: its inferred properties, how micro-batches are split, the speed plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,51 @@ SAVED_LOSS = record(
 )
 """The inferred properties of a loss in a checkpoint."""
 
-PARTS = record({}, {"micro_split": count(1, 1 << 20), "loss": SAVED_LOSS, "speed": maybe(named())})
+_CHOICE = record({}, {"name": text, "is_on": flag, "reason": text, "numbers": named(any_number)})
+_PLAN = record(
+    {},
+    {
+        **dict.fromkeys(("layout", "region", "activations", "made_for"), text),
+        **dict.fromkeys(("linear_loss", "compiled", "short_rows", "graphed", "fill"), flag),
+        **dict.fromkeys(("joined", "round_to"), count(1)),
+        **dict.fromkeys(("budget", "overhead"), number(0)),
+        "choices": list_of(_CHOICE),
+    },
+)
+_SEEN = record(
+    {},
+    {
+        **dict.fromkeys(("shortest", "longest"), named(count())),
+        **dict.fromkeys(("ragged", "counts_first"), flag),
+        "entries": named(list_of()),
+        "constants": named(),
+        "paddings": named(list_of(any_number)),
+        "sides": list_of(text),
+        "row": count(),
+    },
+)
+_VERIFICATION = record(
+    {},
+    {
+        **dict.fromkeys(("updates", "audits", "proofs", "failures", "left", "last_audit"), count()),
+        "coverage": list_of(_SEEN),
+    },
+)
+SAVED_SPEED = record(
+    {},
+    {
+        **dict.fromkeys(("looks", "region_looks"), count()),
+        **dict.fromkeys(("tokens", "micro_batches", "widest"), number(0)),
+        **dict.fromkeys(("whole", "shapes", "region_shapes"), list_of(text)),
+        "work": maybe(named(number(0))),
+        "times": named(count()),
+        "plan": maybe(_PLAN),
+        "verification": _VERIFICATION,
+    },
+)
+"""The plan of the accelerations in a checkpoint, and what it was proved with."""
+
+PARTS = record({}, {"micro_split": count(1, 1 << 20), "loss": SAVED_LOSS, "speed": maybe(SAVED_SPEED)})
 """The parts of progress.json about the loss."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ...args.problems import short_value
 from ...args.saving import SavingArgs
 from ...core.schedules import SCHEDULES, Schedule, build_schedule
 from ...errors import ArgumentsError
@@ -149,8 +150,9 @@ def _build_metric_scheduler(
 ) -> LRScheduler:
     cls = METRIC_SCHEDULERS[name]
     accepted = [option for option in inspect.signature(cls).parameters if option != "optimizer"]
+    listing = ", ".join(accepted)
     problems = [
-        f"The schedule '{name}' has no option '{key}' (given {value!r}). It accepts {', '.join(accepted)}."
+        f"The schedule '{name}' has no option '{key}' (given {short_value(key, value)}). It accepts {listing}."
         for key, value in options.items()
         if key not in accepted
     ]
