@@ -38,7 +38,7 @@ from .tensors import (
     write_json,
     write_optimizer,
 )
-from .transformers_format import write_foreign
+from .transformers_format import write_arguments, write_foreign
 from .weights import adapter_writer, export_writer, is_adapter, is_exact, is_saved_by_others, native_writer
 
 
@@ -88,6 +88,11 @@ class TorchSaving(TorchResuming):
         module = plain_module(self.model)
         export_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
+
+    def _save_companions(self, folder: Path) -> None:
+        super()._save_companions(folder)
+        if self.args.usual_format == "transformers" and self.args.checkpoint_format != "native":
+            write_arguments(folder, self.args, self.notices.inform_once)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

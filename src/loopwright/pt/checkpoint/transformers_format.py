@@ -7,6 +7,8 @@ manipulated file cannot execute code.
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,6 +63,17 @@ def write_foreign(
         if values is not None:
             with open(folder / name, "wb") as file:  # with a path, torch hides the error of a full disk
                 torch.save(_in_host_memory(values), file)
+
+
+def write_arguments(folder: Path, args: TrainingArguments, tell: Callable[[str], None]) -> None:
+    """Write training_args.bin; reports arguments that cannot be pickled."""
+    content = io.BytesIO()
+    try:
+        torch.save(without_tokens(args), content)
+    except Exception as error:  # values of the user may fail in any way
+        tell(f"{ARGUMENTS} is not written: the arguments cannot be pickled ({error})")
+        return
+    (folder / ARGUMENTS).write_bytes(content.getvalue())
 
 
 def without_tokens(args: TrainingArguments) -> TrainingArguments:
