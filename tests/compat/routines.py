@@ -311,6 +311,36 @@ def the_best_model_and_a_second_run(folder: str) -> Rows:
     return [*found, weights(second.model), {"best": second.state.best_metric}]
 
 
+@routine
+def generated_ids_compared_with_labels(folder: str) -> Rows:
+    """A metric that compares generated ids and labels position by position."""
+    from transformers import (
+        DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration,
+    )  # fmt: skip
+
+    torch.manual_seed(0)
+    words, found = tokenizer(), []
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0,
+                 pad_token_id=0, eos_token_id=1, dropout_rate=0.0)
+    )  # fmt: skip
+    data = [{"input_ids": words(text)["input_ids"], "labels": words(text)["input_ids"][:5]} for text in sentences(16)]
+
+    def measured(given: Any) -> dict[str, float]:
+        predictions, labels = given
+        labels = np.where(labels == -100, 0, labels)
+        found.append({"shapes": [list(predictions.shape), list(labels.shape)]})
+        return {"same": float((predictions == labels).mean())}
+
+    args = Seq2SeqTrainingArguments(**options(folder, predict_with_generate=True, generation_max_length=6,
+                                              eval_strategy="steps", eval_steps=3))  # fmt: skip
+    trainer = Seq2SeqTrainer(model, args, train_dataset=data, eval_dataset=data[:8], processing_class=words,
+                             data_collator=DataCollatorForSeq2Seq(words, model), compute_metrics=measured)  # fmt: skip
+    losses = logged(trainer)
+    trainer.predict(data[:5], max_new_tokens=4, num_beams=1)
+    return [*losses, *found]
+
+
 # ---- overrides ------------------------------------------------------------------------------------------------------
 
 
