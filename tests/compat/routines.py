@@ -315,7 +315,11 @@ def the_best_model_and_a_second_run(folder: str) -> Rows:
 def generated_ids_compared_with_labels(folder: str) -> Rows:
     """A metric that compares generated ids and labels position by position."""
     from transformers import (
-        DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration,
+        DataCollatorForSeq2Seq,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
     )  # fmt: skip
 
     torch.manual_seed(0)
