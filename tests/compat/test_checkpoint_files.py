@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 SETTING = """
 import loopwright.compat
 loopwright.compat.install()
-import dataclasses, os, torch
+import dataclasses, logging, os, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 def model():
@@ -97,11 +97,16 @@ def test_a_log_level_is_that_of_transformers_too(tmp_path: Path) -> None:
 import transformers
 trained("run", log_level="info", save_strategy="no", disable_tqdm=False)
 assert transformers.logging.get_verbosity() == transformers.logging.INFO
+trained("quiet", log_level="error", save_strategy="no")
+transformers.logging.set_verbosity_info()
+logging.getLogger("loopwright").info("still heard")
+loopwright.compat.uninstall()
+assert logging.getLogger("loopwright").level == logging.NOTSET
 """,
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "Running training on 24 samples" in done.stderr
+    assert done.stderr.count("Running training on 24 samples") == 1 and "still heard" in done.stderr
 
 
 def test_weights_beside_an_adapter_are_restored(tmp_path: Path) -> None:
