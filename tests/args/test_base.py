@@ -189,7 +189,7 @@ def test_to_sanitized_dict_holds_what_trackers_take():
             {"metric_for_best_model": "loss", "greater_is_better": False},
         ),
         (
-            {"save_strategy": "best", "eval_strategy": "epoch"},
+            {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"},
             {"metric_for_best_model": "loss", "greater_is_better": False},
         ),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, {"metric_for_best_model": "loss"}),

@@ -31,7 +31,7 @@ NEW = {
     "static_lengths": None,
     "on_nonfinite": "continue",
     "on_spike": None,
-    "checkpoint_format": "native",
+    "checkpoint_format": "auto",
     "async_save": True,
     "save_minutes": None,
     "save_samples": None,

@@ -316,3 +316,54 @@ def test_short_keeps_what_is_not_a_float():
     assert [short(value) for value in (1, True, None, "x", 0.123456, 5e-5)] == [1, True, None, "x", "0.1235", "5e-05"]
     assert [short(value) for value in (12345.6, 1234567, -98765, 1e20)] == ["12,346", "1,234,567", "-98,765", "1e+20"]
     assert log_line({"loss": 2.0, "total_flos": 3.0, "n": 4}) == "loss 2  n 4"
+
+
+def test_the_display_is_a_bar_for_subclasses(terminal):
+    screen = terminal
+    screen.fire("on_train_begin")
+    bar = screen.callback.training_bar
+    screen.steps(3)
+    assert (bar.n, bar.total) == (3, 100)
+    bar.write("a line of mine")
+    bar.set_postfix({"f1": 0.51234})
+    bar.set_description("fold 2")
+    bar.update()
+    screen.fire("on_prediction_step", eval_dataloader=[0, 1])
+    assert screen.callback.prediction_bar.total == 2
+    screen.fire("on_evaluate")
+    screen.fire("on_train_end")
+    assert screen.callback.training_bar is screen.callback.prediction_bar is None
+    assert "a line of mine" in screen.lines() and any("fold 2  f1 0.5123" in line for line in screen.lines())
+
+
+class Counted:
+    """A bar of the user."""
+
+    def __init__(self):
+        self.steps, self.lines, self.is_closed = 0, [], False
+
+    def update(self, steps):
+        self.steps += steps
+
+    def write(self, text):
+        self.lines.append(text)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_bar_of_a_subclass_is_used():
+    class Own(ProgressCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.training_bar = Counted()
+            self.current_step = 0
+
+    screen = Screen(terminal=False)
+    screen.callback = callback = Own()
+    screen.fire("on_train_begin")
+    bar = callback.training_bar
+    screen.steps(3)
+    screen.fire("on_log", logs={"loss": 0.5})
+    screen.fire("on_train_end")
+    assert bar.steps == 3 and bar.is_closed and "loss 0.5" in bar.lines[0]
+    assert callback.training_bar is None

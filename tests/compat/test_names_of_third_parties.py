@@ -405,7 +405,7 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
             TrainingArguments(str(tmp_path), accelerator_config=config)
     with pytest.raises(ValueError, match=r"num_steps.*10 and 2"):
         config = {"gradient_accumulation_kwargs": {"num_steps": 10}}
-        TrainingArguments(str(tmp_path), accelerator_config=config, gradient_accumulation_steps=2)
+        trainer_in(tmp_path, accelerator_config=config, gradient_accumulation_steps=2)
 
 
 def test_a_configured_state_must_exist(tmp_path: Path) -> None:

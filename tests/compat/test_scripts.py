@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import habits, patterns, questions, scripts
+from . import habits, patterns, questions, routines, scripts
 from .running import Results, compare, results_of, selected
 
 pytest.importorskip("datasets")
@@ -23,7 +23,8 @@ QUESTIONS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    modules = {"patterns": patterns, "habits": habits, "scripts": scripts, "questions": questions}
+    modules = {"patterns": patterns, "habits": habits, "scripts": scripts, "questions": questions,
+               "routines": routines}  # fmt: skip
     names = {name: selected(request, module.RECIPES) for name, module in modules.items()}
     return results_of(names, tmp_path_factory.mktemp("scripts"))
 
@@ -35,6 +36,11 @@ def test_a_script_gives_the_same_numbers(name: str, results: Results) -> None:
 
 @pytest.mark.parametrize("name", habits.RECIPES)
 def test_an_unusual_script_gives_the_same_numbers(name: str, results: Results) -> None:
+    compare(name, results)
+
+
+@pytest.mark.parametrize("name", routines.RECIPES)
+def test_a_script_finds_the_same_files_and_values(name: str, results: Results) -> None:
     compare(name, results)
 
 

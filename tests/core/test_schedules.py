@@ -107,3 +107,13 @@ def test_a_schedule_can_be_registered_from_outside(monkeypatch):
     monkeypatch.setattr(schedules, "SCHEDULES", dict(SCHEDULES))
     register_schedule("saw", lambda num_warmup_steps, num_training_steps, *, teeth=2: lambda n: n * teeth % 10 / 10)
     assert math.isclose(build_schedule("saw", 0, 10, options={"teeth": 3})(5), 0.5)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_the_options_of_a_schedule_can_be_read(name):
+    if name == "constant":
+        return
+    options = {"min_lr": 1e-5} if "min_lr" in name else {"num_decay_steps": 3} if "stable" in name else {}
+    schedule = build_schedule(name, 2, 10, base_lr=0.2, options=options)
+    assert schedule.args == () and schedule.keywords["num_warmup_steps"] == 2
+    assert schedule.keywords.get("num_training_steps", 10) == 10

@@ -54,3 +54,17 @@ def test_everything_stays_in_the_folder_where_the_run_began(
     assert steps[0] == steps[1]
     best = run.state.best_model_checkpoint
     assert best is not None and os.path.basename(best) == os.path.basename(whole.state.best_model_checkpoint)
+
+
+def test_a_run_with_an_absolute_folder_needs_no_working_directory(tmp_path: Path) -> None:
+    """The folder that a script was started in may be removed, for example by a clean-up of temporary files."""
+    gone, home = tmp_path / "gone", os.getcwd()
+    gone.mkdir()
+    try:
+        os.chdir(gone)
+        gone.rmdir()
+        run = make(str(tmp_path / "run"))
+        run.train()
+    finally:
+        os.chdir(home)
+    assert run.state.global_step == 8 and (tmp_path / "run" / "checkpoint-8").is_dir()

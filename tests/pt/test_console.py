@@ -60,7 +60,8 @@ def test_the_beginning_shows_the_sizes_of_the_run(tmp_path: Path, capsys: pytest
     run(tmp_path)
     first, second, begun, *_ = capsys.readouterr().out.splitlines()
     assert first == (
-        "training on 64 samples: 2.5 epochs, 20 steps, effective batch size 8 (4 samples x 2 accumulated x 1 rank)"
+        "Running training on 64 samples: 2.5 epochs, 20 steps, effective batch size 8 "
+        "(4 samples x 2 accumulated x 1 rank)"
     )
     assert second == "Regression: 49 parameters, 49 trainable; cpu, fp32"
     assert begun == "step 1/20", "a sign of life before the first log"
@@ -76,7 +77,7 @@ def test_frozen_parameters_precision_and_streams(tmp_path: Path, capsys: pytest.
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, bf16=True, report_to="none", save_strategy="no")
     Trainer(model, args, train_dataset=Stream()).train()
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("training on a stream of samples: 2 steps, effective batch size 8")
+    assert first.startswith("Running training on a stream of samples: 2 steps, effective batch size 8")
     assert second == f"Regression: 49 parameters, {49 - frozen} trainable; cpu, bf16"
 
 
@@ -130,7 +131,7 @@ def test_without_bars_the_lines_are_logged_at_info(
     assert "saved" not in caplog.text
     run(tmp_path / "info", disable_tqdm=True, log_level="info")
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert any(text.startswith("training on 64 samples") for text in told) and "saved checkpoint-20" in told
+    assert any(text.startswith("Running training on 64 samples") for text in told) and "saved checkpoint-20" in told
 
 
 def test_other_ranks_show_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +180,7 @@ def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "\x1b" not in done.stdout
-    assert lines[0].startswith("training on 64 samples: 1.25 epochs, 20 steps")
+    assert lines[0].startswith("Running training on 64 samples: 1.25 epochs, 20 steps")
     assert lines[2] == "step 1/20"
     assert [line for line in lines if line.startswith("saved")] == ["saved checkpoint-10", "saved checkpoint-20"]
     assert re.search(r"\nstep 10/20  loss \S+ .*\(.*steps/s, 0:00:0\d left\)\n", done.stdout)
@@ -208,7 +209,7 @@ def test_a_terminal_gets_the_lines_above_the_bar(tmp_path: Path) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.decode())
     lines = [line.strip() for line in re.split(r"[\r\n]+", shown)]
     assert process.returncode == 0, shown
-    assert any(line.startswith("training on 64 samples") for line in lines)
+    assert any(line.startswith("Running training on 64 samples") for line in lines)
     assert "saved checkpoint-10" in lines and "saved checkpoint-20" in lines
     assert any(re.match(r"training +━* *20/20 .*steps/s", line) for line in lines)
     assert "step 1/20" not in lines, "the bar is the sign of life"
@@ -222,7 +223,7 @@ def test_a_notebook_gets_the_lines_above_the_table(tmp_path: Path) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(NotebookProgressCallback(show=shown.append))
     trainer.train()
-    assert "<div>training on 64 samples: " in shown[1]
+    assert "<div>Running training on 64 samples: " in shown[1]
     assert "49 parameters" in shown[2]
     last = shown[-1]
     assert "<div>saved checkpoint-20</div>" in last and "<td>20</td>" in last and "steps/s" in last

@@ -346,3 +346,12 @@ def test_tokenizer_is_still_a_name_for_the_processor(tmp_path: Path) -> None:
     processor = object()
     trainer = Trainer(Regression(), TrainingArguments(str(tmp_path), use_cpu=True), processing_class=processor)
     assert trainer.tokenizer is processor
+
+
+def test_the_best_of_several_metrics_needs_a_name() -> None:
+    args = arguments(save_strategy="best", eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ValueError, match="`args.metric_for_best_model` must be provided"):
+        Trainer(Regression(), args, train_dataset=DATA, eval_dataset=DATA, compute_metrics=lambda given: {"f1": 1.0})
+    trainer = Trainer(Regression(), args, train_dataset=DATA, eval_dataset=DATA)
+    trainer.train()
+    assert trainer.state.best_metric == min(row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row)

@@ -116,3 +116,45 @@ def test_missing_optimizer_state_is_an_error_not_a_fresh_start(whole: Runs, tmp_
     (folder / "scheduler.pt").unlink()
     with pytest.raises(CheckpointError, match="scheduler"):
         trained(loopwright, "regression", tmp_path / "ours", resume=str(folder))
+
+
+def test_parameters_are_matched_by_name_in_their_format(tmp_path: Path) -> None:
+    """torch numbers the parameters of an optimizer; a model that lists them in another order resumes correctly."""
+
+    class Two(torch.nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            for name in names:
+                setattr(self, name, torch.nn.Parameter(torch.full((1,), float(ord(name)))))
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            return {"loss": ((self.a * x + self.b * x**2 - labels) ** 2).mean() * 1e-4}
+
+    data = [{"x": [float(i)], "labels": [i / 2]} for i in range(8)]
+
+    def run(names: str, folder: str, resume: str | None = None) -> Any:
+        args = loopwright.TrainingArguments(
+            str(tmp_path / folder), checkpoint_format="transformers", max_steps=4, save_steps=2, use_cpu=True,
+            per_device_train_batch_size=2, learning_rate=0.1, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = loopwright.Trainer(Two(names), args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run("ab", "whole")
+    part = run("ba", "part", resume=str(tmp_path / "whole" / "checkpoint-2"))
+    for name in "ab":
+        assert torch.equal(getattr(whole.model, name), getattr(part.model, name)), name
+
+
+def test_changed_intervals_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(loopwright, "regression", tmp_path / "first", max_steps=4)
+    args = loopwright.TrainingArguments(
+        str(tmp_path / "second"), per_device_train_batch_size=4, save_steps=10, eval_steps=7, logging_steps=1,
+        max_steps=6, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    task = TASKS["regression"]
+    trainer = loopwright.Trainer(task.model(0.1), args, train_dataset=task.data(22))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    assert "save_steps: 10 (from args) != 4 (from trainer_state.json)" in caplog.text
+    assert "per_device_train_batch_size: 4 (from args) != 2 (from trainer_state.json)" in caplog.text

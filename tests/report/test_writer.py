@@ -47,7 +47,7 @@ def test_a_run_leaves_a_report_with_its_evaluations(tmp_path: Path) -> None:
     run = data_of(tmp_path / "run")["runs"][0]
     assert run["status"] == "finished" and run["step"] == 6 == run["max_steps"]
     assert len(run["curves"]["loss"]["x"]) == 6 and len(run["evaluations"]) == 2
-    assert any("training on 16 samples" in note for note in run["notes"])
+    assert any("Running training on 16 samples" in note for note in run["notes"])
     assert {"name": "learning_rate", "value": "0.001", "source": "not default"} in run["config"]
     assert run["environment"]["torch"].startswith(torch.__version__.split("+")[0])
     trainer.evaluate(metric_key_prefix="test")

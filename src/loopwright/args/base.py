@@ -28,6 +28,7 @@ from .legacy import LegacyArgs, apply_legacy
 from .logging import LEVELS, LoggingArgs
 from .loss import LossArgs
 from .memory import MemoryArgs
+from .names import SaveStrategy
 from .optimizer import OptimizerArgs
 from .precision import PrecisionArgs
 from .problems import Problems, shown
@@ -175,6 +176,11 @@ class BaseArguments(
     def mixed_precision(self) -> str:
         """The dtype of mixed precision: fp16, bf16 or no."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+
+    @property
+    def best_model_metric(self) -> str | None:
+        """The metric that selects the best model; None if none is selected."""
+        return self.metric_for_best_model or ("loss" if self.save_strategy == SaveStrategy.BEST else None)
 
     def get_process_log_level(self) -> int:
         """The log level of this process; for `passive`, the current level of `logger_name`."""

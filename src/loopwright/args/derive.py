@@ -13,7 +13,7 @@ from .field import list_of_names
 from .hub import HubArgs
 from .logging import LoggingArgs
 from .memory import MemoryArgs
-from .names import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
+from .names import DebugOption, IntervalStrategy, SchedulerType
 from .optimizer import OptimizerArgs
 from .paths import plain_path
 from .problems import Problems, short
@@ -97,14 +97,8 @@ def accumulation(args: BaseArguments) -> None:
     """The micro-batches of an update, if they are given as num_steps of AcceleratorConfig."""
     options = read_accelerator_config(args.accelerator_config).gradient_accumulation_kwargs or {}
     steps, given = options.get("num_steps"), args.gradient_accumulation_steps
-    if steps is None or steps == given:
-        return
-    if given > 1:
-        raise ValueError(
-            f"The `AcceleratorConfig`'s `num_steps` is set but so is gradient_accumulation_steps: {short(steps)} and "
-            f"{given}; set only gradient_accumulation_steps"
-        )
-    args.gradient_accumulation_steps = steps
+    if steps is not None and given == 1:  # the trainer refuses two different numbers
+        args.gradient_accumulation_steps = steps
 
 
 @derivation("logging_steps", "eval_steps", "save_steps", "warmup_steps")
@@ -147,9 +141,12 @@ def evaluation_interval(args: BaseArguments) -> None:
     "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"
 )
 def best_metric(args: BaseArguments) -> None:
-    """metric_for_best_model defaults to the loss where it is needed; larger is better unless the name ends in loss."""
-    needed = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-    if args.metric_for_best_model is None and (needed or args.lr_scheduler_type in METRIC_SCHEDULES):
+    """metric_for_best_model defaults to the loss where it is needed; larger is better unless the name ends in loss.
+
+    For save_strategy="best" alone the trainer decides: it needs a name if there are other metrics.
+    """
+    needed = args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULES
+    if args.metric_for_best_model is None and needed:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")

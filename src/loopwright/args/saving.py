@@ -33,7 +33,9 @@ class SavingArgs(Group):
     save_only_model: bool = arg(False, "Save the weights only; such a checkpoint cannot be resumed from.")
     save_on_each_node: bool = arg(False, "Save on each node instead of only on the first one.")
     checkpoint_format: str = arg(
-        "native", "Checkpoint file format: native or transformers.", choices=("native", "transformers")
+        "auto",
+        "Checkpoint file format: native, transformers, or auto: native unless install() has replaced transformers.",
+        choices=("auto", "native", "transformers"),
     )
     async_save: bool = arg(True, "Write checkpoints in the background while training continues.")
     enable_jit_checkpoint: bool = arg(True, "On SIGTERM, SIGUSR1 or SIGHUP save a checkpoint, then stop.")

@@ -17,6 +17,7 @@ from ..core.events import TrainerCallback
 from ..core.lost_output import discard_lost_output, lost_output_discarded
 from ..report.braille import chart
 from ..report.series import Series
+from .bar import Bar
 from .pace import Pace, evaluation_pace
 from .text import log_line, short, work_line
 
@@ -49,6 +50,11 @@ class ProgressCallback(TrainerCallback):
     """
 
     _drawing: ProgressCallback | None = None
+    training_bar: Any = None
+    """The display as a bar of tqdm while training, else None; a subclass may assign a bar of its own."""
+    prediction_bar: Any = None
+    """The same for an evaluation or a prediction."""
+    current_step = 0
 
     def __init__(
         self,
@@ -75,10 +81,13 @@ class ProgressCallback(TrainerCallback):
         self._loss, self._work = None, ""
         self._curve = Series() if getattr(args, "chart", False) else None
         self.training = Pace("steps", state.global_step, state.max_steps, self._clock())
+        self.training_bar, self.current_step = Bar(self.training, self._print, self._redraw), state.global_step
         self._open()
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         training = self.training
+        if type(self.training_bar) is not Bar:
+            self._advance_own_bar(state)
         if training is None:
             return
         now = self._clock()
@@ -98,9 +107,11 @@ class ProgressCallback(TrainerCallback):
             return
         if self.evaluation is None:
             self.evaluation = evaluation_pace(eval_dataloader, self._clock())
+            self.prediction_bar = self.prediction_bar or Bar(self.evaluation, self._print, self._redraw)
             self._open()
         else:
             self.evaluation.done += 1
+        self.prediction_bar.update(1)
         now = self._clock()
         if now >= self._due:
             self.evaluation.advance(self.evaluation.done, now)
@@ -127,6 +138,9 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
+        if self.training is None and self.training_bar is not None:  # a bar of the user
+            self.training_bar.write(log_line(logs, self.max_str_len))
+            return
         self._loss = logs.get("loss", self._loss)
         self._work = work_line(pace) if pace else self._work
         if self._curve is not None and isinstance(logs.get("loss"), (int, float)):
@@ -137,19 +151,38 @@ class ProgressCallback(TrainerCallback):
         if self.training is not None:
             self.training.advance(state.global_step, self._clock())
             self._draw(self._clock())
+        self._close_bars()
         self.training = None
         self._close()
 
     def left(self) -> None:
         """Called when training has ended, even if on_train_end was not called."""
+        self._close_bars()
         self.training = self.evaluation = None
         self._close()
+
+    def _advance_own_bar(self, state: Any) -> None:
+        """Advance a bar that a subclass has made."""
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.current_step)
+            self.current_step = state.global_step
+
+    def _close_bars(self) -> None:
+        for each in filter(None, (self.training_bar, self.prediction_bar)):
+            each.close()
+        self.training_bar = self.prediction_bar = None
+
+    def _redraw(self) -> None:
+        self._draw(self._clock())
 
     def show_line(self, line: str) -> None:
         """Print a line about the run."""
         self._print(line)
 
     def _end_evaluation(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
         if self.evaluation is None:
             return
         self.evaluation = None
@@ -233,10 +266,15 @@ class ProgressCallback(TrainerCallback):
             lines += [Text(line.rstrip()) for line in drawn]
         if self.training is not None:
             loss = "" if self._loss is None else f"  loss {short(self._loss)}"
-            lines.append(_bar(self.training, "training", loss, width, self._work))
+            lines.append(_bar(self.training, "training", loss + _text(self.training_bar), width, self._work))
         if self.evaluation is not None:
-            lines.append(_bar(self.evaluation, "evaluation", "", width))
+            lines.append(_bar(self.evaluation, "evaluation", _text(self.prediction_bar), width))
         return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
+
+
+def _text(bar: Any) -> str:
+    """What the user shows in a bar, if it is one of this display."""
+    return f"  {bar.text}" if isinstance(bar, Bar) and bar.text else ""
 
 
 def _bar(pace: Pace, title: str, extra: str, width: int, work: str = "") -> Text:

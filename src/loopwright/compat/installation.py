@@ -25,6 +25,9 @@ REWRITERS = {
 }
 """Libraries that cannot train here, and why."""
 
+BEHAVIOUR = {"shares_state": True, "logger_name": "transformers", "usual_format": "transformers"}
+"""Class attributes of TrainingArguments that differ while installed."""
+
 _undo: list[Callable[[], None]] = []
 """What uninstall() calls, last first; empty if nothing is installed."""
 
@@ -47,7 +50,7 @@ def install() -> None:
     _refuse_subclasses(found)
     try:
         _replace(found)
-        for name, value in {"shares_state": True, "logger_name": "transformers"}.items():
+        for name, value in BEHAVIOUR.items():
             _undo.append(partial(setattr, TrainingArguments, name, getattr(TrainingArguments, name)))
             setattr(TrainingArguments, name, value)
         _replace_default_callbacks()

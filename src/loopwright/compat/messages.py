@@ -25,12 +25,14 @@ class ToTransformers(logging.Handler):
 
 def forward_messages() -> Callable[[], None]:
     """Forward the messages of loopwright's logger; returns a function that ends it."""
-    handler, propagates = ToTransformers(), logger.propagate
+    handler, propagates, level = ToTransformers(), logger.propagate, logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)  # the level of transformers' loggers decides
     logger.propagate = False  # a handler of the root logger would print them twice
 
     def end() -> None:
         logger.removeHandler(handler)
         logger.propagate = propagates
+        logger.setLevel(level)
 
     return end

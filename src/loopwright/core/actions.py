@@ -292,7 +292,7 @@ class LoopActions(SavedState):
 
     def _metric_name(self, metrics: dict[str, float]) -> str:
         """The full name of the metric that selects the best model."""
-        wanted = self.args.metric_for_best_model or "loss"
+        wanted = self.args.best_model_metric or "loss"
         name = full_name(wanted)
         if name not in metrics:
             known = ", ".join(sorted(metrics))
@@ -301,12 +301,12 @@ class LoopActions(SavedState):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
         """Store the metric if it is the best so far; returns whether it is."""
-        if self.args.metric_for_best_model is None:
+        if self.args.best_model_metric is None:
             return False
         value = metrics[self._metric_name(metrics)]
         if not isinstance(value, (int, float)):
             raise MetricError(
-                f"metric_for_best_model={self.args.metric_for_best_model!r} is {short(value)}, which cannot be "
+                f"metric_for_best_model={self.args.best_model_metric!r} is {short(value)}, which cannot be "
                 "compared; return a number from compute_metrics"
             )
         if not better(value, self.state.best_metric, greater_is_better=bool(self.args.greater_is_better)):

@@ -1,7 +1,7 @@
 """Lines about a run for its user: what it begins with, each checkpoint, why it stopped, which weights it ends with.
 
-The progress display shows them; without one (`disable_tqdm`), they are logged at the level info. Only rank 0 has them,
-and a `log_level` above info turns them off.
+The progress display shows them. Without one (`disable_tqdm`), or with `log_level` info or below, they are logged at the
+level info instead. Only rank 0 has them, and a `log_level` above info turns them off.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ def report(trainer: LoopActions, text: str) -> None:
     """Show one line about the run; the report keeps it in any case."""
     for keep in filter(callable, [getattr(each, "note_line", None) for each in trainer.callback_handler.callbacks]):
         keep(text)
-    if not trainer.state.is_world_process_zero or LEVELS[trainer.args.log_level] > logging.INFO:
+    level = LEVELS[trainer.args.log_level]
+    if not trainer.state.is_world_process_zero or level > logging.INFO:
         return
     shows = [getattr(callback, "show_line", None) for callback in trainer.callback_handler.callbacks]
-    for show in filter(callable, shows):
-        show(text)
-    if not any(map(callable, shows)):
+    is_logged = (level > logging.NOTSET and logger.hasHandlers()) or not any(map(callable, shows))
+    if is_logged:
         logger.info(text)
+    for show in filter(callable, () if is_logged else shows):
+        show(text)
 
 
 def report_beginning(trainer: Internals) -> None:
@@ -55,7 +57,7 @@ def report_stop(trainer: LoopActions) -> None:
 
 def report_best(trainer: LoopActions, checkpoint: str) -> None:
     """Show which weights a run ends with."""
-    value, name = trainer.state.best_metric, trainer.args.metric_for_best_model or "loss"
+    value, name = trainer.state.best_metric, trainer.args.best_model_metric or "loss"
     metric = "" if value is None else f" ({name} {decimal(value)})"
     report(trainer, f"loaded best {os.path.basename(checkpoint)}{metric}")
 
@@ -74,7 +76,7 @@ def _data(trainer: Internals) -> str:
     sizes = f"{size} x {plan.accumulation} accumulated x {counted(plan.world_size, 'rank')}"
     about = "about " if getattr(args, "batch_packing", None) else ""
     return (
-        f"training on {samples}: {epochs}{counted(plan.max_steps, 'step')}, effective batch size {about}"
+        f"Running training on {samples}: {epochs}{counted(plan.max_steps, 'step')}, effective batch size {about}"
         f"{plan.total_batch_size:,} ({sizes})"
     )
 

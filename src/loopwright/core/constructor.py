@@ -36,6 +36,11 @@ def problems_of_arguments(
     problems = []
     if args.eval_strategy != "no" and not has_eval_dataset:
         problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
+    if args.save_strategy == "best" and args.metric_for_best_model is None and compute_metrics is not None:
+        problems.append(
+            "`args.metric_for_best_model` must be provided: save_strategy='best' with compute_metrics has several "
+            "metrics. Name one of them, or 'loss'"
+        )
     if not train_length and args.max_steps <= 0:
         problems.append("the train_dataset has no length, so max_steps must say how long to train")
     if args.batch_eval_metrics and inspect.isroutine(compute_metrics) and not needs_compute_result(compute_metrics):

@@ -75,7 +75,7 @@ class Internals(Updating):
         self.pushing = self.pushing_class(self)
         self.agreement, self.trials = self.agreement_class(self), Trials(self)
         if args.log_level != "passive":
-            logger.setLevel(args.get_process_log_level())
+            logging.getLogger(args.logger_name).setLevel(args.get_process_log_level())
             if not logger.hasHandlers():  # Python's last resort shows warnings only
                 logger.addHandler(logging.StreamHandler())
         idle = args.without_effect()

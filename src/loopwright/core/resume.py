@@ -9,11 +9,13 @@ from typing import Any
 
 from ..args.paths import is_url, working_folder
 from ..errors import CheckpointError
+from ..notices import logger
+from .changed_arguments import changed_arguments, changed_intervals
 from .checkpoint.best import name_of, own_checkpoint
 from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name, step_in_name
 from .checkpoint.json_files import read_json
 from .checkpoint.manifest import read_manifest
-from .checkpoint.schema import anything, check, count, flag, label, like, maybe, record, restoring
+from .checkpoint.schema import anything, check, count, flag, label, like, list_of, maybe, record, restoring, text
 from .checkpoint.space import check_space
 from .console import report_best
 from .log_history import LogHistory
@@ -36,21 +38,13 @@ PROGRESS_DOCUMENT = record(
         "accumulation": count(1),
         "asked_accumulation": count(1),
         "scheduled_updates": maybe(count()),
+        "optimizer": list_of(list_of(text)),
     },
 )
 
 POSITION = ("last_epoch", "_step_count", "updates")
 RATES = ("base_lrs", "_last_lr", "base", "rate")
 """Names in the states of schedules; a schedule has some of them."""
-
-CHANGES = {
-    ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"):
-        "the checkpoint's optimizer and schedule are restored, so these are unchanged",
-    ("seed", "data_seed", "train_sampling_strategy"):
-        "the order of samples differs from now on, so some samples of this epoch are repeated and others skipped",
-}  # fmt: skip
-"""Arguments whose change has a different effect, or none, on resuming, with the message for each group."""
-
 
 class Resuming(Part):
     """The framework-independent part of saving and resuming."""
@@ -209,17 +203,14 @@ class Resuming(Part):
 
     def _tell_changes(self, folder: Path) -> None:
         """Warn about arguments that differ from the checkpoint's, and how each group is handled."""
+        intervals = changed_intervals(self._saved_state(folder), self.state)
+        if intervals:
+            logger.warning(f"different from {folder.name}, the new values apply: {intervals}")
         if not (folder / ARGUMENTS).is_file():
             return
-        before, now = self._saved_arguments(folder), self.args.to_dict()
-        for names, effect in CHANGES.items():
-            changed = [
-                f"{n} ({before[n]} -> {now[n]})"
-                for n in names
-                if n in before and before[n] != now[n] and n not in self.internals.trials.changed
-            ]
-            if changed:
-                self.notices.warn_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
+        before, known = self._saved_arguments(folder), self.internals.trials.changed
+        for changed, effect in changed_arguments(before, self.args.to_dict(), known):
+            self.notices.warn_once(f"different from {folder.name}: {changed}; {effect}")
 
     def plan_to_go_on(self, checkpoint: str) -> Plan:
         """The plan of a resumed run; with another effective batch size, the updates done plus those for the rest."""

@@ -32,7 +32,11 @@ TAKE_OVER = "LOOPWRIGHT_TAKE_OVER"
 def write_record(output_dir: str | os.PathLike[str]) -> None:
     """Write the command, folder and interpreter of this process into the output folder."""
     words = {"argv": masked_words(sys.argv), "command": masked_words(sys.orig_argv)}
-    record = {**words, "folder": os.getcwd(), "python": sys.executable}
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # it was removed; a run with an absolute output folder does not need it
+        folder = ""
+    record = {**words, "folder": folder, "python": sys.executable}
     path = Path(output_dir) / FILE
     # Rank 0 of several machines may share the folder, so each writes a temporary file first.
     temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")

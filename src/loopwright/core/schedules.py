@@ -12,6 +12,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..args.problems import short_value
@@ -88,6 +89,11 @@ def _missing(name: str, given: Mapping[str, Any], options: Mapping[str, Any]) ->
 # ------------------------------------------------------------------------------------------------ the schedules
 
 
+def _with_options(schedule: Schedule, **options: Any) -> Schedule:
+    """The schedule as a `partial` whose `keywords` are its options, under the names that transformers gives them."""
+    return partial(lambda update, **_: schedule(update), **options)
+
+
 def _after_warmup(num_warmup_steps: int, rest: Schedule) -> Schedule:
     """Linear warm-up from 0 to 1, then `rest`."""
     rise = max(1, num_warmup_steps)
@@ -105,7 +111,8 @@ def constant(num_warmup_steps: int | None = None, num_training_steps: int | None
 
 def constant_with_warmup(num_warmup_steps: int, num_training_steps: int | None = None) -> Schedule:
     """The base learning rate after a linear warm-up."""
-    return _after_warmup(num_warmup_steps, lambda update: 1.0)
+    schedule = _after_warmup(num_warmup_steps, lambda update: 1.0)
+    return _with_options(schedule, num_warmup_steps=num_warmup_steps)
 
 
 def linear(num_warmup_steps: int, num_training_steps: int) -> Schedule:
@@ -115,12 +122,15 @@ def linear(num_warmup_steps: int, num_training_steps: int) -> Schedule:
     def fall(update: int) -> float:
         return (num_training_steps - update) / span if update < num_training_steps else 0.0
 
-    return _after_warmup(num_warmup_steps, fall) if num_warmup_steps else fall
+    schedule = _after_warmup(num_warmup_steps, fall) if num_warmup_steps else fall
+    return _with_options(schedule, num_warmup_steps=num_warmup_steps, num_training_steps=num_training_steps)
 
 
 def cosine(num_warmup_steps: int, num_training_steps: int, *, num_cycles: float = 0.5) -> Schedule:
     """`num_cycles` cosine cycles between 1 and 0; half a cycle is one smooth descent."""
-    return _cosine_to_floor(num_warmup_steps, num_training_steps, num_cycles=num_cycles, floor=0.0)
+    options: dict[str, Any] = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    options["num_cycles"] = num_cycles
+    return _with_options(_cosine_to_floor(**options, floor=0.0), **options)
 
 
 def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, *, num_cycles: int = 1) -> Schedule:
@@ -133,7 +143,9 @@ def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, *, num_
             return 0.0
         return max(0.0, _half_wave(float(num_cycles) * progress % 1.0))
 
-    return _after_warmup(num_warmup_steps, descents)
+    options: dict[str, Any] = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    options["num_cycles"] = num_cycles
+    return _with_options(_after_warmup(num_warmup_steps, descents), **options)
 
 
 def polynomial(
@@ -153,7 +165,9 @@ def polynomial(
         remaining = 1 - (update - num_warmup_steps) / span
         return float((1 - end) * remaining**power + end)
 
-    return _after_warmup(num_warmup_steps, descent)
+    options: dict[str, Any] = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    schedule = _after_warmup(num_warmup_steps, descent)
+    return _with_options(schedule, **options, lr_end=lr_end, power=power, lr_init=base_lr)
 
 
 def inverse_sqrt(
@@ -164,7 +178,8 @@ def inverse_sqrt(
     if scale <= 0:
         raise ArgumentsError(f"The schedule 'inverse_sqrt' needs a timescale above 0, got {timescale}.")
     shift = scale - num_warmup_steps
-    return _after_warmup(num_warmup_steps, lambda update: 1.0 / math.sqrt((update + shift) / scale))
+    schedule = _after_warmup(num_warmup_steps, lambda update: 1.0 / math.sqrt((update + shift) / scale))
+    return _with_options(schedule, num_warmup_steps=num_warmup_steps, timescale=scale)
 
 
 def cosine_with_min_lr(
@@ -178,7 +193,9 @@ def cosine_with_min_lr(
 ) -> Schedule:
     """Like cosine, but ending at `min_lr`, or at `min_lr_rate` times the base learning rate."""
     floor = _floor("cosine_with_min_lr", base_lr, min_lr, min_lr_rate)
-    return _cosine_to_floor(num_warmup_steps, num_training_steps, num_cycles=num_cycles, floor=floor)
+    options: dict[str, Any] = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    options["num_cycles"] = num_cycles
+    return _with_options(_cosine_to_floor(**options, floor=floor), **options, min_lr_rate=floor)
 
 
 def cosine_warmup_with_min_lr(
@@ -206,7 +223,9 @@ def cosine_warmup_with_min_lr(
         progress = (update - num_warmup_steps + 1) / span
         return max(0.0, _lift(_half_wave(2.0 * num_cycles * progress), floor))
 
-    return multiplier
+    options: dict[str, Any] = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    options["num_cycles"] = num_cycles
+    return _with_options(multiplier, **options, min_lr_rate=floor, warmup_lr_rate=warmup_lr_rate)
 
 
 def warmup_stable_decay(
@@ -239,7 +258,13 @@ def warmup_stable_decay(
             return max(0.0, _lift(fall((update - fall_from) / fall_span, num_cycles), min_lr_ratio))
         return float(min_lr_ratio)
 
-    return multiplier
+    steps: dict[str, Any] = {
+        "num_warmup_steps": num_warmup_steps,
+        "num_stable_steps": num_stable_steps,
+        "num_decay_steps": num_decay_steps,
+    }
+    shape = {"warmup_type": warmup_type, "decay_type": decay_type}
+    return _with_options(multiplier, **steps, **shape, min_lr_ratio=min_lr_ratio, num_cycles=num_cycles)
 
 
 # ------------------------------------------------------------------------------------------------ their shapes

@@ -158,7 +158,7 @@ class KerasEvaluation(KerasPart, Evaluation):
 
     def check_metric_name(self) -> None:
         """Evaluate one batch before training and raise if metric_for_best_model is not among its metrics."""
-        wanted = self.args.metric_for_best_model
+        wanted = self.args.best_model_metric
         if wanted is None or self.args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
         if any(is_overridden(self.trainer, name) for name in ("evaluate", "prediction_loop", "log")):

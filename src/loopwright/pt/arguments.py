@@ -25,6 +25,8 @@ class TrainingArguments(BaseArguments):
 
     shares_state: ClassVar[bool] = False
     """Whether accelerate's state is created with the arguments; set by `loopwright.compat`."""
+    usual_format: ClassVar[str] = "native"
+    """What `checkpoint_format="auto"` means; set by `loopwright.compat`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..args.base import BaseArguments
+from ..args.distributed import read_accelerator_config
+from ..args.problems import short
 from ..core.constructor import kind_of, problems_of_arguments
 from ..errors import ArgumentsError
 from .data.collators import DataCollatorWithPadding, default_data_collator
@@ -57,8 +59,22 @@ def check_constructor(
         has_eval_dataset=evaluation is not None,
         compute_metrics=compute_metrics,
     )
+    problems += _two_accumulations(args)
     if problems:
         raise ArgumentsError(problems)
+
+
+def _two_accumulations(args: BaseArguments) -> list[str]:
+    """The problem of two different numbers of micro-batches per step, if any."""
+    options = read_accelerator_config(args.accelerator_config).gradient_accumulation_kwargs or {}
+    steps, given = options.get("num_steps"), args.gradient_accumulation_steps
+    if steps is None or steps == given:
+        return []
+    problem = (
+        f"The `AcceleratorConfig`'s `num_steps` is set but so is gradient_accumulation_steps: {short(steps)} and "
+        f"{given}; set only gradient_accumulation_steps"
+    )
+    return [problem]
 
 
 def _check_kinds(args: object, optimizers: Any, callbacks: Any, functions: dict[str, Any]) -> None:

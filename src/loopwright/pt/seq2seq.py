@@ -21,6 +21,7 @@ from .acceleration import KEEP_INPUTS, hooked_module
 from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
 from .data.loaders import has_length
+from .data.static_shapes import IGNORED
 from .devices import is_lazy, synchronize
 from .distributed.sync import SharedEvaluation
 from .evaluation.generation_options import GenerationOptions
@@ -165,11 +166,13 @@ class Seq2SeqEvaluation(SharedEvaluation):
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.strategy.generating(plain):
             generated = self._joined.take(batch, request)
             generated = request.generate(request.inputs(source)) if generated is None else generated
-        generated = self._padded(plain, generated, options, extra=int(self._has_encoder()))
+        longest = self._longest(plain, options, extra=int(self._has_encoder()))
+        if generated.shape[-1] < longest:
+            generated = self.trainer._pad_tensors_to_max_len(generated, longest)
         labels = source.get("labels")
         loss = self._loss_beside_generation(model, inputs) if labels is not None else None
         if labels is not None:
-            labels = labels if self._has_encoder() else answers_of(labels)
+            labels = _widened(labels, longest) if self._has_encoder() else answers_of(labels)
         return loss, generated, labels
 
     def _with_fixed_cache(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -250,13 +253,12 @@ class Seq2SeqEvaluation(SharedEvaluation):
         others = {k: v for k, v in inputs.items() if k not in hidden and getattr(v, "shape", ())[:2] != shape}
         return {"input_ids": prompts, "attention_mask": mask, **others}
 
-    def _padded(self, model: Any, generated: Tensor, options: dict[str, Any], *, extra: int) -> Tensor:
-        """Generated ids padded to the maximum length, so that all batches have one width."""
+    def _longest(self, model: Any, options: dict[str, Any], *, extra: int) -> int:
+        """The width to which generated ids are padded, so that all batches have the same."""
         config = model.generation_config
         new = options.get("max_new_tokens") or config.max_new_tokens
         whole = (options.get("max_length") or 0, config.max_length or DEFAULT_MAX_LENGTH) if extra else ()
-        longest = max(new + extra if new else 0, *whole, 0)
-        return self.trainer._pad_tensors_to_max_len(generated, longest) if generated.shape[-1] < longest else generated
+        return max(new + extra if new else 0, *whole, 0)
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
         wide = tensor.new_full((tensor.shape[0], max_length), self._pad_token(plain_module(self.model)))
@@ -295,6 +297,12 @@ class Seq2SeqInternals(TorchInternals):
         config = getattr(self.args, "generation_config", None)
         if config is not None:
             plain_module(model).generation_config = self.trainer.load_generation_config(config)
+
+
+def _widened(labels: Tensor, width: int) -> Tensor:
+    """Labels with ignored targets up to the width of generated ids: metrics compare the two position by position."""
+    missing = width - labels.shape[-1]
+    return nn.functional.pad(labels, (0, missing), value=IGNORED) if missing > 0 and labels.dim() == 2 else labels
 
 
 class Seq2SeqTrainer(Trainer):

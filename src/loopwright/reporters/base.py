@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -122,7 +123,7 @@ IN_EVERY_ROW = frozenset({"epoch", "train/epoch", "num_input_tokens_seen", "trai
 
 def require(package: str, tracker: str, install: str | None = None) -> None:
     """Raise if the package of a tracker is not installed."""
-    if find_spec(package) is None:
+    if package not in sys.modules and find_spec(package) is None:
         raise MissingPackage(package, needed_for=f'report_to="{tracker}"', install=install)
 
 

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,14 +30,15 @@ class SwanLabReporter(Reporter):
 
     def __init__(self) -> None:
         require("swanlab", "swanlab")
+        self._swanlab = import_module("swanlab")
         self._run: Any = None
         self._is_own = False
 
     def start(self, run: RunInfo) -> None:
-        import swanlab
-
-        self._is_own = not swanlab.has_run()
-        self._run = _started(run) if self._is_own else swanlab.get_run()
+        swanlab, self._run = self._swanlab, _current(self._swanlab)
+        self._is_own = self._run is None
+        if self._is_own:
+            self._run = _started(swanlab, run)
         swanlab.config.update({"FRAMEWORK": "loopwright", **run.hyper_parameters})
         if run.num_parameters is not None:
             swanlab.config.update({"model_num_parameters": run.num_parameters})
@@ -96,9 +98,15 @@ def scalars_of(path: Path) -> Iterator[tuple[str, int]]:
         return
 
 
-def _started(run: RunInfo) -> Any:
-    import swanlab
+def _current(swanlab: Any) -> Any:
+    """The run that the user has started, or None."""
+    try:
+        return swanlab.get_run()
+    except RuntimeError:  # newer versions raise without a run, older ones return None
+        return None
 
+
+def _started(swanlab: Any, run: RunInfo) -> Any:
     # Older versions call the name of a run experiment_name.
     name = "name" if "name" in inspect.signature(swanlab.init).parameters else "experiment_name"
     trial = run.trial_name and getattr(run.arguments, "run_name", None)

@@ -13,6 +13,7 @@ from .folder import MANIFEST, REPLACED, folder_name, is_staging, staging_name, s
 from .lock_file import LockFile
 from .manifest import Manifest, damage, read_manifest, refuse_odd_files
 from .reading import bounded_content, persistent
+from .resharded import with_shards
 
 MOST = 16 << 20
 """Bytes of the largest file beside the checkpoints that is read."""
@@ -62,7 +63,8 @@ class LocalStorage:
         path = self.root / name
         if manifest is None:
             refuse_odd_files(path)
-        return path, damage(path, manifest) if manifest else None
+            return path, None
+        return path, damage(path, with_shards(path, manifest))
 
     def staging(self, step: int) -> AbstractContextManager[Path]:
         self.allow()

@@ -21,8 +21,16 @@ from .module_state import ModuleState
 from .rank_state import own_random_states, place_of_record, record_of
 from .registered import Registered
 from .shards import BoxReader, slot_reader
-from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer, some
-from .transformers_format import foreign_progress, is_foreign, read_foreign
+from .tensors import (
+    decode_schedule,
+    parameter_names,
+    plain_module,
+    read_description,
+    read_json,
+    read_optimizer,
+    some,
+)
+from .transformers_format import foreign_progress, in_order, is_foreign, read_foreign
 from .weights import partly_saved_names
 
 
@@ -310,6 +318,10 @@ class TorchResuming(TorchPart, Resuming):
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)
         with restoring(folder, "the optimizer, the schedule or the loss scale of transformers"):
+            names = self._saved_progress(folder).get("optimizer") if (folder / PROGRESS).is_file() else None
+            if names is not None:  # without them, parameters are matched by their order
+                now = parameter_names(self.trainer.optimizer, plain_module(self.model))
+                found["optimizer"] = in_order(found["optimizer"], names, now, self.trainer.optimizer.param_groups)
             self.trainer.optimizer.load_state_dict(found["optimizer"])
             self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
             if found["scaler"] is not None:

@@ -22,6 +22,7 @@ from ..memory_metrics import free_memory
 from ..rng import rng_to_json
 from .callback_tensors import shard_writer, tensors_of, whole_writer
 from .described_values import check_plain
+from .format import obstacle_to_theirs
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
 from .resume import TorchResuming
@@ -37,8 +38,8 @@ from .tensors import (
     write_json,
     write_optimizer,
 )
-from .transformers_format import write_foreign
-from .weights import adapter_writer, export_writer, is_adapter, is_saved_by_others, native_writer
+from .transformers_format import write_arguments, write_foreign
+from .weights import adapter_writer, export_writer, is_adapter, is_exact, is_saved_by_others, native_writer
 
 
 class TorchSaving(TorchResuming):
@@ -48,6 +49,7 @@ class TorchSaving(TorchResuming):
         super().__init__(internals)
         self.copies = HostSnapshot()
         """Copies that a background save writes while training continues."""
+        self._format: str | None = None
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -87,6 +89,11 @@ class TorchSaving(TorchResuming):
         export_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
 
+    def _save_companions(self, folder: Path) -> None:
+        super()._save_companions(folder)
+        if self.args.usual_format == "transformers" and self.args.checkpoint_format != "native":
+            write_arguments(folder, self.args, self.notices.inform_once)
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
@@ -102,7 +109,7 @@ class TorchSaving(TorchResuming):
         self.run.checkpoints.save(
             self.state.global_step,
             self._checkpoint_writer(copy=background),
-            format=self.args.checkpoint_format,
+            format=self.format,
             keep=self.args.save_total_limit,
             protect=[self.state.best_global_step],
             background=background,
@@ -121,7 +128,7 @@ class TorchSaving(TorchResuming):
             return str(self.run.checkpoints.storage.place(folder_name(step)))
         self.run.checkpoints.wait()
         storage, write = OneFolder(place), self._checkpoint_writer(copy=False)
-        kind, run = self.args.checkpoint_format, self.run.checkpoints.run_id
+        kind, run = self.format, self.run.checkpoints.run_id
         if self.crew is not None:
             publish_together(storage, step, write, format=kind, run=run, crew=self.crew, keep=keep_records)
         elif self.leads_saving:
@@ -168,9 +175,13 @@ class TorchSaving(TorchResuming):
         writers += self._callback_writers(keep, leads=leads)
         if self.args.save_only_model:
             pass
-        elif self.args.checkpoint_format == "transformers":
+        elif self.format == "transformers":
+            described, _ = encode_optimizer(self.trainer.optimizer, plain_module(self.model))
+            check_plain(described)
             writers += [self._foreign_writer(copy=copy)] if leads else []
-            documents[PROGRESS] = self._resume_documents()[PROGRESS]  # their format does not hold the position
+            # Their format holds neither the position nor the names of the parameters.
+            names = [group["params"] for group in described["groups"]]
+            documents[PROGRESS] = {**self._resume_documents()[PROGRESS], "optimizer": names}
         else:
             if self.strategy.saves_itself:
                 writers.append(self.strategy.write_state)
@@ -229,7 +240,8 @@ class TorchSaving(TorchResuming):
         tensors = keep(self._gathered_tensors(state, leads=leads))
         if not leads:
             return []
-        is_native = self.args.checkpoint_format == "native"
+        # With `auto`, weights that transformers' files lack are written beside them.
+        is_native = self.format == "native" or (self.args.checkpoint_format == "auto" and not is_exact(module))
         if not is_native and not is_adapter(module):
             return [export_writer(module, tensors), self._save_companions]
         writer = native_writer if is_native else adapter_writer
@@ -260,11 +272,31 @@ class TorchSaving(TorchResuming):
             writers += [lambda folder: save_config(module, folder), self._save_companions]
         return writers
 
+    @property
+    def format(self) -> str:
+        """The files that checkpoints of this run have: native or transformers."""
+        if self._format is None:
+            self._format = self._chosen_format()
+        return self._format
+
+    def _chosen_format(self) -> str:
+        args = self.args
+        usual = args.usual_format if args.checkpoint_format == "auto" else args.checkpoint_format
+        if args.checkpoint_format != "auto" or usual == "native":
+            return usual
+        module, trainer, strategy = plain_module(self.model), self.trainer, self.strategy
+        is_sharded = strategy.is_sharded or strategy.saves_itself
+        obstacle = obstacle_to_theirs(args, module, trainer.optimizer, trainer.lr_scheduler, is_sharded=is_sharded)
+        if obstacle is None:
+            return usual
+        if args.save_strategy != "no":
+            self.notices.inform_once(f"checkpoints have loopwright's own files, not those of transformers: {obstacle}")
+        return "native"
+
     def _foreign_writer(self, *, copy: bool) -> Callable[[Path], None]:
-        check_plain(encode_optimizer(self.trainer.optimizer, plain_module(self.model))[0])
         parts = {"optimizer": self.trainer.optimizer.state_dict(), "scheduler": self.trainer.lr_scheduler.state_dict(),
                  "scaler": self.strategy.precision.state_dict(), "rng": self.strategy.rng_state()}  # fmt: skip
-        parts = copied(parts) if copy else parts
+        parts = copied(parts, self.copies) if copy else parts
         return lambda folder: write_foreign(folder, args=self.args, **parts)
 
     def _fits_in_memory(self) -> bool:
@@ -288,7 +320,7 @@ class TorchSaving(TorchResuming):
 
     def check_saving(self) -> None:
         """Check before the first step that checkpoints fit, and that the optimizer's state can be written."""
-        args, module = self.args, plain_module(self.model)
+        args, module, self._format = self.args, plain_module(self.model), None
         if not self.strategy.saves_itself:
             self._check_round_trip(module)
         super().check_saving()
@@ -296,7 +328,7 @@ class TorchSaving(TorchResuming):
             return
         if not args.save_only_model and not self.strategy.saves_itself:
             described, _ = encode_optimizer(rehearsed(self.trainer.optimizer), module)
-            if args.checkpoint_format == "transformers":
+            if self.format == "transformers":
                 check_plain(described)
             encode_schedule(self.trainer.lr_scheduler.state_dict())
 
@@ -308,7 +340,7 @@ class TorchSaving(TorchResuming):
         if args.save_strategy != "no" and args.should_save:
             check_companions(module)
         warning = export_warning(module)
-        if warning and args.save_strategy != "no" and args.checkpoint_format == "transformers":
+        if warning and args.save_strategy != "no" and self.format == "transformers":
             raise CheckpointError(warning)
         if warning:
             self.notices.warn_once(warning)

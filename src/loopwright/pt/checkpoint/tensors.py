@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,22 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return HostSnapshot()(tensors)
 
 
-def copied(value: Any) -> Any:
-    """A copy of nested values, with all tensors copied to host memory."""
+def copied(value: Any, snapshot: HostSnapshot) -> Any:
+    """A copy of nested values, with all tensors copied to host memory by the snapshot."""
+    tensors: dict[str, Tensor] = {}
+    _map_tensors(value, "", tensors.setdefault)
+    copies = snapshot(tensors)
+    return _map_tensors(value, "", lambda place, _: copies[place])
+
+
+def _map_tensors(value: Any, place: str, change: Callable[[str, Tensor], Any]) -> Any:
+    """A copy of nested values in which every tensor is what `change` returns for its place and itself."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return change(place, value)
     if isinstance(value, dict):
-        return {name: copied(each) for name, each in value.items()}
+        return {name: _map_tensors(each, f"{place}/{name}", change) for name, each in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(copied(each) for each in value)
+        return type(value)(_map_tensors(each, f"{place}/{index}", change) for index, each in enumerate(value))
     return copy.copy(value)
 
 
@@ -200,7 +208,7 @@ def some(names: Iterable[str], most: int = 5) -> str:
 
 def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The optimizer's state by parameter name: a JSON description and the tensors it refers to."""
-    names = _parameter_names(optimizer, model)
+    names = parameter_names(optimizer, model)
     owner = owner_of(optimizer, names)
     saved = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -255,7 +263,7 @@ def decode_optimizer(
     described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, model: nn.Module
 ) -> None:
     """Load a described state into the optimizer, matching parameters by name."""
-    names = _parameter_names(optimizer, model)
+    names = parameter_names(optimizer, model)
     owner = owner_of(optimizer, names)
     current = optimizer.state_dict()
     by_parameter, options = [], []
@@ -306,7 +314,7 @@ def read_description(folder: Path, tensors: Iterable[str]) -> dict[str, Any]:
     return described
 
 
-def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
+def parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
     """The name of each parameter by its index in the optimizer's state dict."""
     known = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     names: dict[int, str] = {}

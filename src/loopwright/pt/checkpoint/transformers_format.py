@@ -7,8 +7,10 @@ manipulated file cannot execute code.
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -53,7 +55,7 @@ def write_foreign(
     """Write everything except weights and trainer_state.json under transformers' names; None is left out."""
     parts = {
         OPTIMIZER: optimizer,
-        SCHEDULER: _their_schedule(scheduler),
+        SCHEDULER: their_schedule(scheduler),
         SCALER: scaler,
         RNG: None if rng is None else _their_rng(rng),
         ARGUMENTS: None if args is None else without_tokens(args),
@@ -62,6 +64,17 @@ def write_foreign(
         if values is not None:
             with open(folder / name, "wb") as file:  # with a path, torch hides the error of a full disk
                 torch.save(_in_host_memory(values), file)
+
+
+def write_arguments(folder: Path, args: TrainingArguments, tell: Callable[[str], None]) -> None:
+    """Write training_args.bin; reports arguments that cannot be pickled."""
+    content = io.BytesIO()
+    try:
+        torch.save(without_tokens(args), content)
+    except Exception as error:  # values of the user may fail in any way
+        tell(f"{ARGUMENTS} is not written: the arguments cannot be pickled ({error})")
+        return
+    (folder / ARGUMENTS).write_bytes(content.getvalue())
 
 
 def without_tokens(args: TrainingArguments) -> TrainingArguments:
@@ -103,12 +116,30 @@ def read_foreign(folder: Path) -> dict[str, Any]:
     return found
 
 
+def in_order(
+    saved: dict[str, Any], names: list[list[str]], now: dict[int, str], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """An optimizer's state dict for parameters in their order now, given their names by group in the order then."""
+    flat = [name for group in names for name in group]
+    if flat == list(now.values()):
+        return saved
+    if len(names) != len(groups):
+        raise CheckpointError(f"the optimizer has {len(groups)} parameter groups, {len(names)} were saved")
+    then = {name: index for index, name in enumerate(flat)}
+    state = {index: saved["state"][then[name]] for index, name in now.items() if then.get(name) in saved["state"]}
+    first, options = 0, []
+    for group, old in zip(groups, saved["param_groups"], strict=True):
+        options.append({**old, "params": list(range(first, first + len(group["params"])))})
+        options[-1].pop("param_names", None)
+        first += len(group["params"])
+    return {**saved, "state": state, "param_groups": options}
+
+
 def _read(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        with torch.serialization.safe_globals(HARMLESS):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        return loaded_safely(path)
     except Exception as error:  # unpickling disallowed types raises many exceptions
         raise CheckpointError(
             f"{path} cannot be read safely ({_reason(error)}); it was damaged, or contains objects that are not read"
@@ -121,7 +152,13 @@ def _reason(error: Exception) -> str:
     return (text.strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _their_schedule(state: dict[str, Any]) -> dict[str, Any]:
+def loaded_safely(file: Path | IO[bytes]) -> Any:
+    """The contents of a pickle of tensors and plain values; raises for one that holds anything else."""
+    with torch.serialization.safe_globals(HARMLESS):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def their_schedule(state: dict[str, Any]) -> dict[str, Any]:
     """The schedule's state with the keys that torch's LambdaLR requires in addition."""
     if "base_lrs" not in state or "lr_lambdas" in state:
         return state

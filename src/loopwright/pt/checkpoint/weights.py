@@ -89,7 +89,7 @@ def native_writer(
     if not hasattr(model, "save_pretrained"):
         return lambda folder: write_tensors(folder / MODEL, tensors)
     tensors = _in_host_memory(tensors)
-    if is_pretrained(model) and not is_adapter(model) and _is_of_transformers(model):
+    if is_exact(model):
         return lambda folder: _write_own(model, folder, tensors)
     needed = needed & set(tensors) if is_adapter(model) else set(tensors)
     return lambda folder: _write_hf_format(model, folder, tensors, needed, tell)
@@ -104,6 +104,13 @@ def _is_of_transformers(model: Any) -> bool:
     """Whether `save_pretrained` is transformers' own, and writes the state dict it is given."""
     home = getattr(type(model).save_pretrained, "__module__", "")
     return home.startswith("transformers.") and getattr(model, "hf_quantizer", None) is None
+
+
+def is_exact(model: Any) -> bool:
+    """Whether the files of `save_pretrained` are known to hold all weights."""
+    return not hasattr(model, "save_pretrained") or (
+        is_pretrained(model) and not is_adapter(model) and _is_of_transformers(model)
+    )
 
 
 def is_saved_by_others(model: Any) -> bool:

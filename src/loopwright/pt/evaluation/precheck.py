@@ -21,13 +21,12 @@ class Precheck(TorchEvaluation):
 
     def check_metric_name(self) -> None:
         """Raise if the metric for the best model is not one of the evaluation's metrics."""
-        args = self.args
-        if args.metric_for_best_model is None or args.eval_strategy == "no" or self.trainer.eval_dataset is None:
+        args, wanted = self.args, self.args.best_model_metric
+        if wanted is None or args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
         if is_overridden(self.trainer, "evaluate") or is_overridden(self.trainer, "evaluation_loop"):
             return  # the names of an override are not known
         names = self._metric_names()
-        wanted = args.metric_for_best_model
         full = full_name(wanted)
         if names is None or full in names:
             return
