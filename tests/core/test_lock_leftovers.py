@@ -32,3 +32,29 @@ def test_the_temporary_file_of_a_killed_process_is_removed_at_once(tmp_path: Pat
     lock.replace(own_claim("next"))
     lock.remove()
     assert os.listdir(tmp_path) == [f".{LOCK}.mine"]
+
+
+KILLED_EARLY = """
+import os, signal, sys
+from pathlib import Path
+from loopwright.core.checkpoint import lock_file
+from loopwright.core.checkpoint.claim import own_claim
+
+os.write = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # after the file is made, before anything is in it
+lock_file.LockFile(Path(sys.argv[1])).create(own_claim("killed"))
+"""
+
+
+def test_an_empty_file_of_a_killed_process_is_removed_at_once(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=120)
+    assert done.returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(f".{LOCK}.") and left.stat().st_size == 0
+    place = left.name.removeprefix(f".{LOCK}.").partition("-")[0]
+    kept = {f".{LOCK}.{place}-{os.getpid()}-aa", f".{LOCK}.00000000-1-aa", f".{LOCK}.of-an-older-version"}
+    for name in kept:  # of a process that lives, of another machine, and of one that cannot be known
+        (tmp_path / name).touch()
+    lock = LockFile(tmp_path)
+    assert lock.create(own_claim("next"))
+    lock.remove()
+    assert set(os.listdir(tmp_path)) == kept

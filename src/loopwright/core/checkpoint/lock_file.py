@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from .claim import Claim, decoded
+from .claim import Claim, decoded, own_claim
 
 LOCK = "run.lock"
 BEAT = 2.0
@@ -218,7 +220,7 @@ class LockFile:
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
     """A path beside the lock file for a temporary file, which is removed at exit."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    temporary = path.with_name(f".{path.name}.{_maker()}{secrets.token_hex(6)}")
     try:
         yield temporary
     finally:
@@ -226,11 +228,25 @@ def _temporary(path: Path) -> Iterator[Path]:
             os.unlink(temporary)
 
 
+def _maker() -> str:
+    """Machine, container and process, for the name of a temporary file: it may be killed before it writes."""
+    claim = own_claim("")
+    place = zlib.crc32(f"{claim.boot or claim.host} {claim.space}".encode())
+    return f"{place:08x}-{claim.pid}-"
+
+
 def _is_of_dead_process(path: Path) -> bool:
-    """Whether the process that has written a temporary file has certainly ended."""
+    """Whether the process that has made a temporary file has certainly ended."""
     with open(path, "rb") as file:
         claim = decoded(file.read(MOST))
-    return claim is not None and claim.has_ended() is True
+    if claim is not None:
+        return claim.has_ended() is True
+    here = _maker().partition("-")[0]
+    place, _, rest = path.name.removeprefix(f".{LOCK}.").partition("-")
+    number = rest.partition("-")[0]
+    if place != here or not number.isdecimal():
+        return False
+    return replace(own_claim(""), pid=int(number), born=None).has_ended() is True
 
 
 def _write(path: Path, claim: Claim) -> int:
