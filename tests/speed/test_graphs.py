@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from loopwright.snapshot import restored
 from loopwright.speed.cuda_graphs.contexts import host_streams
-from loopwright.speed.cuda_graphs.recorder import Graph, GraphedStep, cannot_capture, relative_difference, shape_key
+from loopwright.speed.cuda_graphs.difference import relative_difference
+from loopwright.speed.cuda_graphs.recorder import Graph, GraphedStep, cannot_capture, shape_key
 
 CPU = torch.device("cpu")
 

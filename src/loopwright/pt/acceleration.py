@@ -119,7 +119,7 @@ class Acceleration(TorchPart):
         return None
 
     def situation(self, keeps: str | None = None) -> PlannerInputs:
-        """The inputs of the planner and of proofs; `keeps` is why batches and model stay as they are."""
+        """The inputs of the planner and of proofs; `keeps` is why batches and model must not change."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())

@@ -1,6 +1,6 @@
 """Images with their channels as the last dimension in memory, for which GPUs have the fastest convolutions.
 
-The values are the same, and weights stay as they are. It is used in CUDA graphs, where the conversion is one kernel.
+The values are the same, and weights are not converted. It is used in CUDA graphs, where the conversion is one kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is done with the collator's batches if no layout is used: joined, filled up, code compiled for them."""
+"""What is done with the collator's batches if no layout is used: joined, padded, code compiled for them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PlannerInputs:
     token_budget: int | None = None
     """Tokens per micro-batch, if set by the user."""
     keeps: str | None = None
-    """Why the collator's micro-batches and the model stay as they are; None if they may be changed."""
+    """Why the collator's micro-batches and the model must not be changed; None if they may be."""
     packs: bool = False
     """Whether updates take as many samples as fit, so that one may consist of a single sample."""
     only_grouped: str | None = None

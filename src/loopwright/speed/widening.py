@@ -1,4 +1,4 @@
-"""Filling up the targets of encoder-decoder batches to a few widths, so that the shapes of micro-batches repeat.
+"""Padding the targets of encoder-decoder batches to a few widths, so that the shapes of micro-batches repeat.
 
 Speech to text, for example: recordings have one length and transcripts do not, so every batch would have a new shape,
 for which there is no graph, no compiled code, and for which cuDNN prepares its attention kernels again.
@@ -34,7 +34,7 @@ def widened(batches: Sequence[Any], most: int | None) -> list[Any]:
 def _wide(batch: Any, most: int | None) -> dict[str, Any]:
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
-        raise CannotChange("labels are no rows of tokens")
+        raise CannotChange("labels are not rows of tokens")
     if any(name in batch for name in BESIDE):
         raise CannotChange("batches have inputs of the decoder besides labels")
     missing = -labels.shape[1] % WIDTH_STEP
@@ -55,7 +55,7 @@ def widest(model: nn.Module) -> int | None:
 
 
 class WidthChoice:
-    """Decides whether targets are filled up, before graphs and compiled code are chosen by the shapes of batches."""
+    """Decides whether targets are padded, before graphs and compiled code are chosen by the shapes of batches."""
 
     def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
@@ -82,7 +82,7 @@ class WidthChoice:
             return None
 
     def choose(self, plan: SpeedPlan, batches: list[Any]) -> list[Any] | None:
-        """The update's micro-batches, filled up if that is needed and proved; None if it is refused."""
+        """The update's micro-batches, padded if that is needed and proved; None if it is refused."""
         here, changed = self._here, self._changed(batches)
         if changed is None or len(self._widths) < 2:
             return batches
@@ -99,10 +99,10 @@ class WidthChoice:
 
 
 class WidenedUse(ChangedBatches):
-    """Fills up the targets of updates."""
+    """Pads the targets of updates."""
 
     name = WIDENED
-    why_off = "targets are no longer filled up"
+    why_off = "targets are no longer padded to a few widths"
 
     def change(self, batches: list[Any]) -> list[Any]:
         return widened(batches, widest(self._here.model))

@@ -40,7 +40,7 @@ def with_shards(folder: Path, manifest: Manifest) -> Manifest:
 
     It is written to the folder.
     """
-    if MODEL not in manifest.files or WEIGHTS in manifest.files or (folder / MODEL).exists():
+    if MODEL not in manifest.files or WEIGHTS in manifest.files or not _is_missing(folder / MODEL):
         return manifest
     tensors = _tensors_of_index(folder)
     if tensors is None or not _has_hash(tensors, manifest.files[MODEL]["sha256"]):
@@ -56,6 +56,13 @@ def with_shards(folder: Path, manifest: Manifest) -> Manifest:
         "they are listed in the manifest from now on"
     )
     return new
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        return not path.exists()
+    except OSError:  # reported when the file is verified
+        return False
 
 
 def _tensors_of_index(folder: Path) -> dict[str, Stored] | None:

@@ -23,11 +23,12 @@ SAVED_LOSS = record(
 """The inferred properties of a loss in a checkpoint."""
 
 _CHOICE = record({}, {"name": text, "is_on": flag, "reason": text, "numbers": named(any_number)})
+_SWITCHES = ("linear_loss", "compiled", "short_rows", "widened", "channels_last", "varied", "graphed")
 _PLAN = record(
     {},
     {
         **dict.fromkeys(("layout", "region", "activations", "made_for"), text),
-        **dict.fromkeys(("linear_loss", "compiled", "short_rows", "graphed", "fill"), flag),
+        **dict.fromkeys((*_SWITCHES, "fill"), flag),
         **dict.fromkeys(("joined", "round_to"), count(1)),
         **dict.fromkeys(("budget", "overhead"), number(0)),
         "choices": list_of(_CHOICE),
@@ -57,7 +58,7 @@ SAVED_SPEED = record(
     {
         **dict.fromkeys(("looks", "region_looks"), count()),
         **dict.fromkeys(("tokens", "micro_batches", "widest"), number(0)),
-        **dict.fromkeys(("whole", "shapes", "region_shapes"), list_of(text)),
+        **dict.fromkeys(("whole", "shapes", "varied", "region_shapes"), list_of(text)),
         "work": maybe(named(number(0))),
         "times": named(count()),
         "plan": maybe(_PLAN),

@@ -12,7 +12,7 @@ VARIED = "attention kernels for varying shapes"
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Use torch's own attention kernels instead of cuDNN's, which are prepared anew for every shape of their inputs.
+    """Use torch's own attention kernels instead of cuDNN's, which have to be prepared for every new shape.
 
     That takes about a tenth of a second for each shape, forward and backward: longer than computing most batches.
     """

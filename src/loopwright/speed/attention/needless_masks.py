@@ -1,7 +1,7 @@
 """Attention masks that transformers makes only while it is traced or captured, although nothing is masked.
 
-With such a mask torch cannot use its fast attention kernels. While it is traced or captured, transformers does not look
-at values, and some versions then make a mask even where no padding mask was given, so that there is nothing to look at.
+With such a mask torch cannot use its fast attention kernels. While it is traced or captured, transformers does not read
+values, and some versions then make a mask even where no padding mask was given, so that there is no value to read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PLAIN: dict[str, Callable[..., bool]] = {
     "_ignore_causal_mask_sdpa": _is_plain_causal,
     "_ignore_bidirectional_mask_sdpa": _is_plain_bidirectional,
 }
-"""Functions of transformers that say whether a mask is left out, and what they depend on without looking at values."""
+"""Functions of transformers that say whether a mask is left out, and what decides it without reading values."""
 _CHANGED: dict[Any, Any] = {}
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from .contexts import (
     no_wait,
     side_stream,
 )
+from .difference import relative_difference
 
 MOST_SHAPES = 8
 CHECKS, LATER_CHECKS = 2, 1
@@ -391,25 +391,6 @@ def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"{name} has hooks, which a replay would not call"
     return None
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-def relative_difference(mine: list[Tensor], expected: list[Tensor]) -> float:
-    """`|mine - expected| / |expected|` over all tensors as one vector; infinite if it is not finite."""
-    if not mine:
-        return 0.0
-    sums = torch.stack([_squares(a.float(), b.float()) for a, b in zip(mine, expected, strict=True)]).sum(0)
-    off, size = sums.sqrt().tolist()
-    found = off / max(size, 1e-12)
-    return float(found) if np.isfinite(found) else float("inf")
-
-
-def _squares(mine: Tensor, expected: Tensor) -> Tensor:
-    """Squared norms of the difference and of `expected`; elements that are not finite in both are ignored."""
-    off = torch.where(mine.isfinite() | expected.isfinite(), mine - expected, 0.0)
-    return torch.stack([off.square().sum(), expected.nan_to_num(0.0, 0.0, 0.0).square().sum()])
 
 
 def _or_zero(parameter: nn.Parameter) -> Tensor:

@@ -41,7 +41,7 @@ class SpeedPlan:
     joined: int = 1
     """How many of the collator's micro-batches are computed together."""
     widened: bool = False
-    """Whether targets are filled up to a few widths."""
+    """Whether targets are padded to a few widths."""
     channels_last: bool = False
     """Whether images are computed with their channels as the last dimension in memory; only in graphs."""
     varied: bool = False

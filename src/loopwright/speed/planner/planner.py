@@ -265,10 +265,10 @@ class Planner:
         plan.varied = self._do_vary and not plan.graphed and not plan.widened
         if plan.varied:
             plan.made_for = here.described()
-            plan.note(VARIED, True, "cuDNN's are left out: they are prepared anew for each shape")
+            plan.note(VARIED, True, "cuDNN's are not used, because they have to be prepared for each new shape")
 
     def _widened(self, plan: SpeedPlan, batches: list[Any]) -> list[Any]:
-        """The micro-batches, filled up if that is proved; otherwise graphs are chosen again, by their own shapes."""
+        """The micro-batches, padded if that is proved; otherwise graphs are chosen again, by their own shapes."""
         found = self._widths.choose(plan, batches)
         if found is not None:
             return found

@@ -23,7 +23,7 @@ LOOKS = 3
 """Updates whose shapes must be the same before a region is compiled for them."""
 MOST_SHAPES = 2
 MOST_WIDTHS = 4
-"""The same for batches whose targets are filled up, of which the others are compiled when they occur."""
+"""The same for batches whose targets are padded to a few widths; each is compiled when it first occurs."""
 FASTER = 0.97
 """Largest share of the time as written that a region may take."""
 

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attention.kernel_choice import without_cudnn
 from ..layouts.samples import Samples
@@ -31,6 +30,7 @@ from ..model_stamp import counted_by, left_differently, state_of
 from .distance import DOUBLE, HALF, SINGLE, Tolerance, gradient_distance, is_close, relative, worst_parameter
 from .disturbance import MOVED, other_neighbours, other_padding, poisoned_tensors
 from .dropout import Shapes, per_sample, without_dropout
+from .number_formats import NumberFormats
 from .random_draws import drops_no_layers, random_streams, seed_all
 
 Prepare = Callable[[Any], Any]
@@ -199,7 +199,7 @@ class Prober:
         """SINGLE for a double-precision model that computes a part of its loss in lower precision."""
         if setting.tolerance is not DOUBLE:
             return setting.tolerance
-        with self.quiet(setting), _Formats() as formats:
+        with self.quiet(setting), NumberFormats() as formats:
             self._loss_of(batches, _as_is)
         return SINGLE if formats.coarse else DOUBLE
 
@@ -354,24 +354,6 @@ def _text_of(error: Exception) -> str:
 def _is_out_of_memory(error: Exception) -> bool:
     is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return is_known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
-
-
-# ---- formats --------------------------------------------------------------------------------------------------------
-
-
-class _Formats(TorchDispatchMode):
-    """Records whether any operation returns less than double precision."""
-
-    coarse = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        self.coarse |= any(isinstance(each, Tensor) and each.dtype in _COARSE_FORMATS for each in outputs)
-        return result
-
-
-_COARSE_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------
