@@ -492,3 +492,25 @@ def test_noise_is_added_once_and_taken_away_after_training(tmp_path: Any) -> Non
 def test_noise_needs_embeddings(tmp_path: Any) -> None:
     with pytest.raises(loopwright.ModelError, match="get_input_embeddings"):
         trainer_of(made(Tokens), DATA, tmp_path, neftune_noise_alpha=5.0).train()
+
+
+def test_recomputing_that_was_undone_leaves_no_hook() -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    from loopwright.pt.model.options import checkpoint_activations
+
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def hooks() -> int:
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    before = hooks()
+    undo = checkpoint_activations(model, {"policy": "full"})
+    kept = model.register_forward_hook(lambda *given: None)  # of a callback, during training
+    undo()
+    assert hooks() == before + 1, "the user's hook, and none of transformers'"
+    kept.remove()

@@ -14,7 +14,7 @@ from loopwright.speed.changed_batches import CannotChange
 from loopwright.speed.cuda_graphs.contexts import draws_between, host_streams
 from loopwright.speed.proof.distance import HALF, half_tolerance
 from loopwright.speed.proof.random_draws import draws_without_effect
-from loopwright.speed.widening import WIDENED, WidthChoice, widened
+from loopwright.speed.widening import WIDENED, WidthChoice, widened, widest
 
 WIDTHS: list[int] = []
 """The width of the targets of every micro-batch that a model was called with."""
@@ -137,10 +137,33 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Any) -> None:
 
 def test_widths_stay_within_the_positions_of_the_model() -> None:
     row = {"input_features": torch.ones(2, 3), "labels": torch.ones(2, 70, dtype=torch.int64)}
-    assert widened([row], None)[0]["labels"].shape == (2, 128)
+    assert widened([row], 999)[0]["labels"].shape == (2, 128)
     assert widened([row], 100)[0]["labels"].shape == (2, 100)
     assert widened([row], 60)[0]["labels"].shape == (2, 70)
-    assert int((widened([row], None)[0]["labels"] == -100).sum()) == 2 * 58
+    assert int((widened([row], 999)[0]["labels"] == -100).sum()) == 2 * 58
+    with pytest.raises(CannotChange, match="unknown"):
+        widened([row], None)
+
+
+def test_the_longest_target_is_that_of_the_decoder() -> None:
+    class Both(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.config, self.encoder, self.decoder = config, nn.Module(), nn.Module()
+            self.encoder.embed_positions = nn.Embedding(1500, 2)
+
+    class Text:
+        max_position_embeddings = 77
+
+    class Nested:
+        decoder = Text()
+
+    model = Both(Nested())
+    assert widest(model) == 77, "in the configuration of the decoder"
+    model.decoder.embed_positions = nn.Embedding(66, 2)
+    assert widest(model) == 62, "in its table of positions, some of which may not be used"
+    assert widest(nn.Module()) is None
+    assert widest(Speech()) == 256
 
 
 @pytest.mark.parametrize(
@@ -155,7 +178,7 @@ def test_widths_stay_within_the_positions_of_the_model() -> None:
 )
 def test_other_batches_are_left_alone(batch: Any) -> None:
     with pytest.raises(CannotChange):
-        widened([batch], None)
+        widened([batch], 999)
 
 
 def test_one_width_needs_no_filling(tmp_path: Any) -> None:

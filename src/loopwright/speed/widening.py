@@ -6,7 +6,7 @@ for which there is no graph, no compiled code, and for which cuDNN prepares its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,31 +24,47 @@ LABELS = "labels"
 BESIDE = ("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids")
 """Other inputs of a decoder; batches that have one are left as they are."""
 LIMITS = ("max_target_positions", "max_position_embeddings", "n_positions")
+FIRST_POSITION = 4
+"""Rows at the beginning of a table of positions that may be left out: some models count from the padding token on."""
+DECODERS = ("decoder", "text_config", "generator")
+"""Parts of a configuration that may describe the decoder."""
 
 
 def widened(batches: Sequence[Any], most: int | None) -> list[Any]:
     """The micro-batches with labels as wide as the next multiple of `WIDTH_STEP`; raises `CannotChange`."""
+    if most is None:  # a position out of range would abort the process on a GPU instead of raising an error
+        raise CannotChange("the longest possible target is unknown")
     return [_wide(batch, most) for batch in batches]
 
 
-def _wide(batch: Any, most: int | None) -> dict[str, Any]:
+def _wide(batch: Any, most: int) -> dict[str, Any]:
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
         raise CannotChange("labels are not rows of tokens")
     if any(name in batch for name in BESIDE):
         raise CannotChange("batches have inputs of the decoder besides labels")
-    missing = -labels.shape[1] % WIDTH_STEP
-    if most is not None and labels.shape[1] + missing > most:
-        missing = max(most - labels.shape[1], 0)
+    missing = min(-labels.shape[1] % WIDTH_STEP, max(most - labels.shape[1], 0))
     wide = nn.functional.pad(labels, (0, missing), value=IGNORED) if missing else labels
     return {**batch, LABELS: wide}
 
 
 def widest(model: nn.Module) -> int | None:
-    """The longest target that the model's positions allow; None if there is no limit in its configuration."""
+    """The longest target that configuration and position tables of the decoder allow; None if it is unknown."""
     config = getattr(model, "config", None)
-    found = (getattr(config, name, None) for name in LIMITS)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    parts = [config, *(getattr(config, name, None) for name in DECODERS)]
+    named = [getattr(part, name, None) for part in parts for name in LIMITS]
+    return min((value for value in [*named, *_positions(model)] if isinstance(value, int) and value > 0), default=None)
+
+
+def _positions(model: nn.Module) -> Iterator[int]:
+    """The positions of the tables in the decoder, or of all of them if no module is named so."""
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and "pos" in name.rpartition(".")[2]
+    }
+    decoding = {name: table for name, table in tables.items() if "decoder" in name.split(".")}
+    return (len(table.weight) - FIRST_POSITION for table in (decoding or tables).values())
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------

@@ -54,9 +54,16 @@ def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> 
     if getattr(enable, "__module__", "").startswith("transformers."):  # a model's own method may have other options
         _check_known(options)
     options.setdefault("use_reentrant", False)
+    before = {module: set(module._forward_hooks) for module in model.modules()}
     adapt(enable, "gradient_checkpointing_kwargs", *extra)(gradient_checkpointing_kwargs=options, **extra)
-    disable: Callable[[], Any] = getattr(model, "gradient_checkpointing_disable", lambda: None)
-    return disable
+    added = [(module, hook) for module, hooks in before.items() for hook in set(module._forward_hooks) - hooks]
+
+    def undo() -> None:
+        getattr(model, "gradient_checkpointing_disable", lambda: None)()
+        for module, hook in added:  # with adapters, transformers leaves one on the embeddings
+            module._forward_hooks.pop(hook, None)
+
+    return undo
 
 
 def _check_known(options: dict[str, Any]) -> None:
