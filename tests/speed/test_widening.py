@@ -14,7 +14,7 @@ from loopwright.speed.changed_batches import CannotChange
 from loopwright.speed.cuda_graphs.contexts import draws_between, host_streams
 from loopwright.speed.proof.distance import HALF, half_tolerance
 from loopwright.speed.proof.random_draws import draws_without_effect
-from loopwright.speed.widening import WIDENED, WidthChoice, widened, widest
+from loopwright.speed.widening import WIDENED, WidenedUse, WidthChoice, widened, widest
 
 WIDTHS: list[int] = []
 """The width of the targets of every micro-batch that a model was called with."""
@@ -179,6 +179,23 @@ def test_the_longest_target_is_that_of_the_decoder() -> None:
 def test_other_batches_are_left_alone(batch: Any) -> None:
     with pytest.raises(CannotChange):
         widened([batch], 999)
+
+
+def test_labels_with_another_padding_are_left_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ignores another label may not know -100, which would abort the process on a GPU."""
+    monkeypatch.setattr(WidenedUse, "prove", lambda *given: pytest.fail("a label that the model may not know"))
+
+    def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = collate(rows)
+        return {**batch, "labels": batch["labels"].clamp(min=0)}
+
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, use_cpu=True,
+        disable_tqdm=True, report_to="none", save_strategy="no", speed="max",
+    )  # fmt: skip
+    trainer = Trainer(Speech().double(), args, padded, train_dataset=samples())
+    trainer.train()
+    assert not trainer._loopwright.run.speed.plan.widened and len(set(WIDTHS)) > 1
 
 
 def test_one_width_needs_no_filling(tmp_path: Any) -> None:

@@ -76,6 +76,8 @@ class WidthChoice:
     def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self._widths: set[int] = set()
+        self._ignores = False
+        """Whether labels had ignored places: elsewhere such a label may abort the process on a GPU."""
 
     def look(self, batches: list[Any]) -> list[Any]:
         """The micro-batches in the shapes they would have."""
@@ -83,7 +85,8 @@ class WidthChoice:
         if found is None:
             return batches
         self._widths |= {batch[LABELS].shape[1] for batch in batches}
-        return found
+        self._ignores = self._ignores or any(bool((batch[LABELS] == IGNORED).any()) for batch in batches)
+        return found if self._ignores else batches
 
     def _changed(self, batches: list[Any]) -> list[Any] | None:
         here = self._here
@@ -100,7 +103,7 @@ class WidthChoice:
     def choose(self, plan: SpeedPlan, batches: list[Any]) -> list[Any] | None:
         """The update's micro-batches, padded if that is needed and proved; None if it is refused."""
         here, changed = self._here, self._changed(batches)
-        if changed is None or len(self._widths) < 2:
+        if changed is None or len(self._widths) < 2 or not self._ignores:
             return batches
         proof = WidenedUse(here).prove(batches)
         if not proof.accepted:
@@ -120,5 +123,9 @@ class WidenedUse(ChangedBatches):
     name = WIDENED
     why_off = "targets are no longer padded to a few widths"
 
+    def __init__(self, situation: PlannerInputs, *, is_proved: bool = True) -> None:
+        super().__init__(situation, is_proved=is_proved)
+        self._most = widest(situation.model)
+
     def change(self, batches: list[Any]) -> list[Any]:
-        return widened(batches, widest(self._here.model))
+        return widened(batches, self._most)

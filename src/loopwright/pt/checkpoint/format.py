@@ -15,7 +15,7 @@ from .tensors import encode_optimizer, rehearsed
 from .transformers_format import loaded_safely, their_schedule, without_tokens
 
 
-def obstacle_to_theirs(
+def why_not_transformers_files(
     args: TrainingArguments, model: Any, optimizer: Any, schedule: Any, *, is_sharded: bool
 ) -> str | None:
     """Why a checkpoint in transformers' files could not restore this run; None if it can."""

@@ -22,7 +22,7 @@ from ..memory_metrics import free_memory
 from ..rng import rng_to_json
 from .callback_tensors import shard_writer, tensors_of, whole_writer
 from .described_values import check_plain
-from .format import obstacle_to_theirs
+from .format import why_not_transformers_files
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
 from .resume import TorchResuming
@@ -286,7 +286,8 @@ class TorchSaving(TorchResuming):
             return usual
         module, trainer, strategy = plain_module(self.model), self.trainer, self.strategy
         is_sharded = strategy.is_sharded or strategy.saves_itself
-        obstacle = obstacle_to_theirs(args, module, trainer.optimizer, trainer.lr_scheduler, is_sharded=is_sharded)
+        optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
+        obstacle = why_not_transformers_files(args, module, optimizer, schedule, is_sharded=is_sharded)
         if obstacle is None:
             return usual
         if args.save_strategy != "no":
