@@ -28,7 +28,9 @@ class Snapshot:
         parameters: Sequence[nn.Parameter] = (),
         *,
         keeps: Callable[[Tensor], bool] = lambda buffer: True,
+        copies: Callable[[Tensor], bool] = lambda gradient: True,
     ) -> None:
+        """`keeps` chooses buffers, `copies` the gradients whose contents may change: all others are only put back."""
         self.rng = snapshot_rng()
         # The place of each, because a module may put another tensor there.
         self._buffers = [
@@ -38,7 +40,9 @@ class Snapshot:
             if buffer is not None and keeps(buffer)
         ]
         # Their contents too: a graph writes to the gradient tensors it was recorded with.
-        self._gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+        self._gradients = [
+            (p, p.grad, None if p.grad is None or not copies(p.grad) else p.grad.clone()) for p in parameters
+        ]
 
     def restore(self) -> None:
         """Restore all of it; may be called again."""
@@ -48,13 +52,21 @@ class Snapshot:
                 buffer.data.copy_(value)
                 place[name] = buffer
             for parameter, gradient, value in self._gradients:
-                parameter.grad = gradient if gradient is None else gradient.copy_(value)
+                parameter.grad = gradient if gradient is None or value is None else gradient.copy_(value)
 
 
 @contextmanager
-def restored(model: nn.Module, parameters: Sequence[nn.Parameter] = ()) -> Iterator[None]:
-    """RNG states, buffers, and the gradients of `parameters` are afterwards what they were before."""
-    before = Snapshot(model.modules(), parameters)
+def restored(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter] = (),
+    *,
+    copies: Callable[[Tensor], bool] = lambda gradient: True,
+) -> Iterator[None]:
+    """RNG states, buffers, and the gradients of `parameters` are afterwards what they were before.
+
+    Contents of a gradient for which `copies` is false must not be changed meanwhile.
+    """
+    before = Snapshot(model.modules(), parameters, copies=copies)
     try:
         yield
     finally:

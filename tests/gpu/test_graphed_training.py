@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import loopwright.speed.planner.decision as plan
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.speed.planner.planner import GRAPHS
+from loopwright.speed.planner.decision import GRAPHS
 from tests.gpu.script import needs_gpu, run_tests
 
 pytestmark = needs_gpu()

@@ -108,7 +108,7 @@ def config(kind: str, extra: dict[str, Any], *, layers: int = 2, **more: Any) ->
     return AutoConfig.for_model(kind, **values)
 
 
-def build(kind: str, task: str, layers: int = 1) -> nn.Module:
+def build(kind: str, task: str, layers: int = 1, **more: Any) -> nn.Module:
     """A model in double precision, its weights large enough that a wrong mask shows."""
     import transformers
 
@@ -119,7 +119,7 @@ def build(kind: str, task: str, layers: int = 1) -> nn.Module:
         "tokens": transformers.AutoModelForTokenClassification,
         "pair": transformers.AutoModelForSeq2SeqLM,
     }[task]
-    extra = {**DECODERS, **ENCODERS, **PAIRS}[kind]
+    extra = {**DECODERS, **ENCODERS, **PAIRS}[kind] | more
     torch.manual_seed(0)
     model = head.from_config(config(kind, extra, layers=layers, num_labels=3))
     with torch.no_grad():

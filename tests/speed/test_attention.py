@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from loopwright.speed.attention import varlen as document_attention
 from loopwright.speed.attention.dispatch import AttentionRefused, AttentionRequest, attend, one_by_one
 from loopwright.speed.attention.document_mask import as_mask, borders_of
+from loopwright.speed.attention.per_document import CHUNK, FEWEST, MOST
 
 LENGTHS = [7, 1, 12, 4]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, ask: AttentionRequest) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, ask: AttentionRequest, lengths: list[int] = LENGTHS) -> Tensor:
     """The definition: scores of all pairs, those that may not see each other left out."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if ask.scale is None else ask.scale)
     if ask.softcap:
         scores = ask.softcap * torch.tanh(scores / ask.softcap)
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(document))
     distance = place[:, None] - place[None, :]
     seen = document[:, None] == document[None, :]
@@ -54,6 +55,52 @@ def test_documents_see_themselves_only(causal: bool, window: Any, softcap: Any, 
     for expected, found in zip(*results, strict=True):
         # Capped scores go through a softmax in single precision, as transformers' own do.
         torch.testing.assert_close(found, expected, rtol=1e-5 if softcap else 1e-10, atol=1e-6 if softcap else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("lengths", [[CHUNK], [FEWEST], [5, FEWEST + 1, 3], [4 * CHUNK - 1, 2], [MOST], [MOST + 1]])
+def test_long_causal_documents_have_the_same_attention(
+    lengths: list[int], heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    of, kv = heads
+    q, k, v, weight = (torch.randn(1, each, sum(lengths), 8, dtype=dtype) for each in (of, kv, kv, of))
+    ask = AttentionRequest(True, None, None, 0.0, None)
+    documents = as_mask(borders_of(np.array(lengths)), max(lengths))
+    results = []
+    for run in (lambda *x: dense(*x, ask, lengths), lambda *x: one_by_one(*x, documents, ask)):
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        output = run(*inputs)
+        results.append([output, *torch.autograd.grad((output * weight.transpose(1, 2)).sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        close = {"rtol": 1e-9, "atol": 1e-11} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(found, expected, **close)
+
+
+@pytest.mark.parametrize(("causal", "share"), [(True, 0.57), (False, 1.0)])
+def test_scores_that_no_token_sees_are_hardly_computed(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, share: float
+) -> None:
+    scores = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scores.append(query.shape[2] * key.shape[2])
+        return attention(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    q = torch.randn(1, 2, 512, 8)
+    documents = as_mask(borders_of(np.array([512])), 512)
+    one_by_one(q, q, q, documents, AttentionRequest(causal, None, None, 0.0, None))
+    assert sum(scores) <= share * 512**2
+
+
+def test_heads_are_not_moved_to_join_documents() -> None:
+    q = torch.randn(1, 12, 4, 8).transpose(1, 2)
+    documents = as_mask(borders_of(np.array([5, 7])), 7)
+    joined = one_by_one(q, q, q, documents, AttentionRequest(False, None, None, 0.0, None))
+    assert joined.shape == (1, 12, 4, 8) and joined.is_contiguous()
 
 
 def test_dropout_drops(tmp_path: Any) -> None:

@@ -59,9 +59,9 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Images with channels last take this long, and others a second."""
+    """Compiled for images with channels last it takes this long, and as written a second."""
     monkeypatch.setattr(
-        RegionProver, "device_seconds", lambda self, batches, *, is_prepared: seconds if is_prepared else 1.0
+        RegionProver, "device_seconds", lambda self, batches, *, is_compiled: seconds if is_compiled else 1.0
     )
 
 

@@ -19,8 +19,7 @@ from loopwright import Trainer, TrainerCallback
 from loopwright.core.update import MicroBatch, Update
 from loopwright.pt.acceleration import Acceleration
 from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of
-from loopwright.speed.planner.decision import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
-from loopwright.speed.planner.planner import GRAPHS
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GRAPHS, IN_GROUPS, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, Run, train
 from tests.spreads import some, spread
@@ -193,9 +192,70 @@ def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkey
     assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._loopwright.run.speed.is_idle
 
 
-def test_groups_are_no_graphs(tmp_path: Any, recorder: Recorder) -> None:
-    """They have many shapes, and leave more padding out than a graph would gain."""
-    run = train(build("t5", "pair"), samples(48, "pair"), tmp_path, max_steps=4, speed="max")
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_groups_of_pairs_are_graphs_of_a_few_shapes(
+    kind: str, accumulation: int, tmp_path: Any, recorder: Recorder
+) -> None:
+    data, options = samples(96, "pair"), {"max_steps": 10, "gradient_accumulation_steps": accumulation, "speed": "max"}
+    plain = train(build(kind, "pair"), data, tmp_path, **{**options, "speed": "off"})
+    run = train(build(kind, "pair"), data, tmp_path, **options)
+    assert run.plan.layout in IN_GROUPS and run.plan.graphed and not run.plan.linear_loss, run.plan.lines()
+    assert 0 < recorder.recorded <= 4 and recorder.replays > 4
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, value in plain.trainer.model.state_dict().items():
+        torch.testing.assert_close(run.trainer.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+PAIRS: dict[str, Any] = {"max_steps": 10, "gradient_accumulation_steps": 2, "speed": "max", "kind": InOrder}
+
+
+@pytest.mark.parametrize("start", [2, 6])
+def test_a_resumed_run_of_pairs_is_graphed_to_the_last_bit(start: int, tmp_path: Any, recorder: Recorder) -> None:
+    options = {**PAIRS, "save_strategy": "steps", "save_steps": 2}
+    data = samples(120, "pair")
+    whole = train(dropping("t5", "pair"), data, tmp_path, **options)
+    recorder.replays = 0
+    rest = train(dropping("t5", "pair"), data, tmp_path, resume=str(tmp_path / f"checkpoint-{start}"), **options)
+    assert whole.plan.few_shapes and rest.plan == whole.plan and exact(whole, rest) and recorder.replays
+
+
+def test_rows_that_are_added_and_count_are_refused(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import loopwright.speed.layouts.rows as layouts
+
+    def spoil(batch: dict[str, Any], missing: int) -> None:
+        for name, values in batch.items():
+            if missing and isinstance(values, Tensor):
+                batch[name] = torch.cat([values, values[:1].expand(missing, *values.shape[1:])])
+
+    monkeypatch.setattr(layouts, "_add_rows", spoil)
+    data = samples(48, "pair")
+    plain = train(build("t5", "pair"), data, tmp_path, **{**PAIRS, "speed": "off", "max_steps": 4})
+    run = train(build("t5", "pair"), data, tmp_path, **{**PAIRS, "max_steps": 4})
+    assert run.plan.layout in IN_GROUPS and not run.plan.graphed and recorder.recorded == 0
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_groups_that_cannot_be_recorded_are_groups_still(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(function: Any) -> Any:
+        raise RuntimeError("not while recording")
+
+    data = samples(120, "pair")
+    plain = train(build("bart", "pair"), data, tmp_path, **{**PAIRS, "speed": "off"})
+    monkeypatch.setattr(Acceleration, "graph_recorder", staticmethod(fails))
+    run = train(build("bart", "pair"), data, tmp_path, **PAIRS)
+    assert run.plan.layout in IN_GROUPS and not run.plan.graphed
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_groups_without_ignored_labels_are_no_graphs(tmp_path: Any, recorder: Recorder) -> None:
+    """A row without targets needs a label that the loss ignores, and nothing shows that it does."""
+    data = [{**each, "labels": torch.tensor([5, 6, 7, 8])} for each in samples(48, "pair")]
+    run = train(build("t5", "pair"), data, tmp_path, max_steps=4, speed="max")
     assert run.plan.layout in IN_GROUPS and not run.plan.graphed and recorder.recorded == 0
 
 
@@ -315,7 +375,7 @@ def test_filling_that_changes_the_model_is_no_graph(
     """What fills rows up is proved to count for nothing."""
     import loopwright.speed.layouts.rows as layouts
 
-    def spoil(batch: dict[str, Any], samples: Any, width: int) -> None:
+    def spoil(batch: dict[str, Any], axis: Any, samples: Any, width: int) -> None:
         spoiled.append(batch["input_ids"][0, 0].fill_(1))
 
     spoiled: list[Any] = []

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from loopwright.snapshot import restored
 from loopwright.speed.cuda_graphs.contexts import host_streams
 from loopwright.speed.cuda_graphs.difference import relative_difference
-from loopwright.speed.cuda_graphs.recorder import Graph, GraphedStep, cannot_capture, shape_key
+from loopwright.speed.cuda_graphs.graph import Graph
+from loopwright.speed.cuda_graphs.recorder import CudaRecorder, GraphedStep, cannot_capture, shape_key
 
 CPU = torch.device("cpu")
 
@@ -83,6 +85,65 @@ def test_losses_gradients_buffers_and_random_numbers_are_those_of_eager_runs() -
         for parameter in [*model.parameters(), *other.parameters()]:
             parameter.grad = None
     assert told == [] and step.reason is None and len(step._graphs) == 2
+
+
+class Capturing(CudaRecorder):
+    """Like CUDA's, it runs the function once while it records, and replays write to the gradients of that run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+
+    def take_new_memory(self) -> None:
+        pass
+
+    def __call__(self, function: Callable[[], Tensor]) -> Any:
+        adds = {p for p in self._parameters if p.grad is not None}
+        with restored_state():
+            loss = function()
+        places = {p: p.grad for p in self._parameters}
+        assert all(place is None or p in adds or place.shape == p.shape for p, place in places.items())
+
+        def replay() -> None:
+            for parameter in self._parameters:
+                if parameter not in adds:
+                    parameter.grad = None
+            loss.copy_(function())
+            for parameter, place in places.items():
+                if place is not None and parameter not in adds:
+                    place.copy_(parameter.grad)
+                    parameter.grad = place
+
+        return replay, loss
+
+
+@contextmanager
+def restored_state() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_graph_that_overwrites_gradients_leaves_the_sum_of_the_update(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model, told = Tiny(0.0), []
+    other = copy.deepcopy(model)
+    eager, step = runner(other), graphed(model, told, Capturing(model))
+    step.overwrites = True
+    for update in range(4):
+        for index in range(micro_batches):
+            inputs = batch(6 if index < 2 else 3, 10 * update + index)
+            assert torch.allclose(step.step(inputs, 0.5), eager(inputs, 0.5))
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+        for parameter in [*model.parameters(), *other.parameters()]:
+            if update == 1 and parameter.grad is not None:
+                parameter.grad.zero_()  # a user may keep the tensors
+            else:
+                parameter.grad = None
+    graphs = list(step._graphs.values())
+    assert told == [] and [graph.overwrites for graph in graphs] == [True, False][: len(graphs)]
+    assert len({id(place) for graph in graphs for _, place in graph.gradients}) == 6, "one tensor for each parameter"
 
 
 def test_the_loss_returned_is_not_overwritten_by_the_next() -> None:

@@ -88,3 +88,25 @@ def test_free_memory_is_returned_after_training() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 100 << 20
 
+
+
+def test_blocks_of_any_size_are_reused_if_that_is_wanted() -> None:
+    script = """
+import resource, sys
+import numpy as np
+from loopwright.speed.memory.host_heap import keep_heap
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.empty(5 << 23, dtype=np.uint8).fill(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+heap = keep_heap({}, all_sizes=True)
+kept = [faults() for _ in range(4)]
+heap.release()
+print(kept[-1], faults())
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in (*SETTINGS, "GLIBC_TUNABLES")}
+    done = subprocess.run([sys.executable, "-c", script], env=clean, capture_output=True, text=True, timeout=60)
+    kept, released = map(int, done.stdout.split())
+    assert kept < 5 and released > kept, (done.stdout, done.stderr)

@@ -62,3 +62,30 @@ def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.Mon
     run = gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "gpu", speed="max")
     assert run.plan.layout == BIASED
     torch.testing.assert_close(run.gradients, plain.gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_norms_and_activations_of_one_kernel_are_the_same_and_leave_nothing_behind() -> None:
+    model = build("t5", "pair", layers=2, dense_act_fn="gelu_new").float()
+    batch = collate(DATA[:6])
+    expected = loss_and_gradients(model, batch)
+    used = []
+    layout = make_layout(BIASED, model)
+    assert isinstance(layout, Layout)
+    with layout.active():
+        used = [type(module).__name__ for module in model.modules() if "forward" in module.__dict__]
+        found = loss_and_gradients(model, batch)
+    assert {"T5LayerNorm", "NewGELUActivation"} <= set(used)
+    for mine, its in zip(found, expected, strict=True):
+        assert (mine - its).norm() <= 1e-4 * its.norm() + 1e-7
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_forward_of_the_user_is_kept() -> None:
+    model = build("t5", "pair", layers=2)
+    norm = model.encoder.final_layer_norm
+    mine = norm.forward = lambda given: given * 2
+    layout = make_layout(BIASED, model)
+    assert isinstance(layout, Layout)
+    with layout.active():
+        assert norm.forward is mine
+    assert norm.forward is mine

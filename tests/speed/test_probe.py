@@ -139,3 +139,14 @@ def test_gradients_are_compared_as_one_vector() -> None:
     assert gradient_distance(a, b) == pytest.approx(0.1)
     assert gradient_distance([None], [torch.ones(1)]) == float("inf")
     assert gradient_distance([torch.zeros(1)], [None]) == 0.0
+
+
+def test_imaginary_parts_and_flags_count_as_differences() -> None:
+    from loopwright.speed.proof.distance import SINGLE, gradient_distance, unequal_columns
+
+    expected = [torch.tensor([1.0 + 1.0j, 2.0])]
+    assert gradient_distance(expected, [torch.tensor([1.0 - 1.0j, 2.0])]) > 0.5
+    assert gradient_distance(expected, [expected[0].clone()]) == 0.0
+    assert unequal_columns(expected, [torch.tensor([1.0 - 1.0j, 2.0])], SINGLE) == "column 0"
+    flags = [torch.tensor([True, False])]
+    assert gradient_distance(flags, [torch.tensor([True, True])]) > 0.5 and gradient_distance(flags, flags) == 0.0

@@ -12,9 +12,10 @@ import loopwright.speed.widening as widening
 from loopwright import Trainer, TrainingArguments
 from loopwright.speed.changed_batches import CannotChange
 from loopwright.speed.cuda_graphs.contexts import draws_between, host_streams
+from loopwright.speed.layouts.positions import most_positions
 from loopwright.speed.proof.distance import HALF, half_tolerance
 from loopwright.speed.proof.random_draws import draws_without_effect
-from loopwright.speed.widening import WIDENED, WidenedUse, WidthChoice, widened, widest
+from loopwright.speed.widening import WIDENED, WidenedUse, WidthChoice, widened
 
 WIDTHS: list[int] = []
 """The width of the targets of every micro-batch that a model was called with."""
@@ -159,11 +160,11 @@ def test_the_longest_target_is_that_of_the_decoder() -> None:
         decoder = Text()
 
     model = Both(Nested())
-    assert widest(model) == 77, "in the configuration of the decoder"
+    assert most_positions(model) == 77, "in the configuration of the decoder"
     model.decoder.embed_positions = nn.Embedding(66, 2)
-    assert widest(model) == 62, "in its table of positions, some of which may not be used"
-    assert widest(nn.Module()) is None
-    assert widest(Speech()) == 256
+    assert most_positions(model) == 62, "in its table of positions, some of which may not be used"
+    assert most_positions(nn.Module()) is None
+    assert most_positions(Speech()) == 256
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ class Acceleration(TorchPart):
     def start(self) -> SpeedEngine | None:
         """Create the speed engine, or log why it is disabled and return None."""
         self.run.has_planned = False
-        if self.device.type == "cpu" and self.args.speed != "off" and self.run.heap is None:
-            self.run.heap = keep_heap()
+        if self.args.speed != "off" and self.run.heap is None:
+            self.run.heap = keep_heap(all_sizes=self.device.type == "cuda")
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
         if reason is not None:
             plan = SpeedPlan()

@@ -22,8 +22,8 @@ from .layouts.rows import Laid, Limits
 from .layouts.samples import SOURCE, Samples
 from .memory.token_budget import limits_for
 from .planner.choice import HEAD, output_head
-from .planner.decision import AS_MADE, UNPADDED, SpeedPlan
-from .planner.planner import GRAPHS, Planner
+from .planner.decision import AS_MADE, GRAPHS, IN_ROWS, UNPADDED, SpeedPlan
+from .planner.planner import Planner
 from .proof.audit import Verification
 from .proof.prover import knows_count
 
@@ -118,7 +118,7 @@ class SpeedEngine:
 
     def _laid(self, batches: list[Any], samples: Samples) -> tuple[Laid, Limits]:
         assert self._layout is not None
-        if self.plan.few_shapes:
+        if self.plan.few_shapes and self.plan.layout in IN_ROWS:
             self._look_at_widths(samples)
         limits = self._limits(batches, samples)
         return self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill), limits

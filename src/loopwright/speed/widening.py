@@ -6,32 +6,28 @@ for which there is no graph, no compiled code, and for which cuDNN prepares its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .changed_batches import CannotChange, ChangedBatches, same
 from .inputs import PlannerInputs
+from .layouts.positions import most_positions
 from .layouts.samples import IGNORED
 from .planner.decision import SpeedPlan
 
 WIDENED = "targets of a few widths"
 WIDENING_DEVICES = ("cuda",)
-WIDTH_STEP = 64
-"""Widths are multiples of this."""
+LEAST_WIDTH = 64
+"""Widths are powers of two, at least this one: each takes a compilation and a graph."""
 LABELS = "labels"
 BESIDE = ("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids")
 """Other inputs of a decoder; batches that have one are left as they are."""
-LIMITS = ("max_target_positions", "max_position_embeddings", "n_positions")
-FIRST_POSITION = 4
-"""Rows at the beginning of a table of positions that may be left out: some models count from the padding token on."""
-DECODERS = ("decoder", "text_config", "generator")
-"""Parts of a configuration that may describe the decoder."""
 
 
 def widened(batches: Sequence[Any], most: int | None) -> list[Any]:
-    """The micro-batches with labels as wide as the next multiple of `WIDTH_STEP`; raises `CannotChange`."""
+    """The micro-batches with labels as wide as the next power of two; raises `CannotChange`."""
     if most is None:  # a position out of range would abort the process on a GPU instead of raising an error
         raise CannotChange("the longest possible target is unknown")
     return [_wide(batch, most) for batch in batches]
@@ -43,28 +39,10 @@ def _wide(batch: Any, most: int) -> dict[str, Any]:
         raise CannotChange("labels are not rows of tokens")
     if any(name in batch for name in BESIDE):
         raise CannotChange("batches have inputs of the decoder besides labels")
-    missing = min(-labels.shape[1] % WIDTH_STEP, max(most - labels.shape[1], 0))
+    width = labels.shape[1]
+    missing = max(min(max(LEAST_WIDTH, 1 << (width - 1).bit_length()), most) - width, 0)
     wide = nn.functional.pad(labels, (0, missing), value=IGNORED) if missing else labels
     return {**batch, LABELS: wide}
-
-
-def widest(model: nn.Module) -> int | None:
-    """The longest target that configuration and position tables of the decoder allow; None if it is unknown."""
-    config = getattr(model, "config", None)
-    parts = [config, *(getattr(config, name, None) for name in DECODERS)]
-    named = [getattr(part, name, None) for part in parts for name in LIMITS]
-    return min((value for value in [*named, *_positions(model)] if isinstance(value, int) and value > 0), default=None)
-
-
-def _positions(model: nn.Module) -> Iterator[int]:
-    """The positions of the tables in the decoder, or of all of them if no module is named so."""
-    tables = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and "pos" in name.rpartition(".")[2]
-    }
-    decoding = {name: table for name, table in tables.items() if "decoder" in name.split(".")}
-    return (len(table.weight) - FIRST_POSITION for table in (decoding or tables).values())
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
@@ -96,7 +74,7 @@ class WidthChoice:
         if here.only_grouped is not None or here.user_hook() is not None:
             return None
         try:
-            return widened(batches, widest(here.model))
+            return widened(batches, most_positions(here.model))
         except CannotChange:
             return None
 
@@ -110,7 +88,7 @@ class WidthChoice:
             plan.note(WIDENED, False, proof.reason)
             return None
         plan.widened, plan.made_for = True, here.described()
-        plan.note(WIDENED, True, f"widths are multiples of {WIDTH_STEP}; {same(proof)}", proof.numbers)
+        plan.note(WIDENED, True, f"widths are powers of two; {same(proof)}", proof.numbers)
         return changed
 
 
@@ -125,7 +103,7 @@ class WidenedUse(ChangedBatches):
 
     def __init__(self, situation: PlannerInputs, *, is_proved: bool = True) -> None:
         super().__init__(situation, is_proved=is_proved)
-        self._most = widest(situation.model)
+        self._most = most_positions(situation.model)
 
     def change(self, batches: list[Any]) -> list[Any]:
         return widened(batches, self._most)

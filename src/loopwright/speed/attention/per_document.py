@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .document_mask import borders_in
+
+CHUNK = 64
+"""Queries of a causal document that are computed together on a CPU, with the keys up to the last of them."""
+FEWEST, MOST = 2 * CHUNK, 1024
+"""Lengths of documents for which that is faster: torch's kernel leaves out blocks of 512 keys that no query sees, but
+computes all scores of other blocks, which is twice what a document of up to 512 tokens needs."""
 
 
 class AttentionRequest(NamedTuple):
@@ -32,21 +39,56 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask
     lengths = [end - begin for begin, end in zip(borders, borders[1:], strict=False) if end > begin]
     groups = query.shape[1] // key.shape[1]
     outputs = []
+    query, key = query.to(value.dtype), key.to(value.dtype)
     # `split` instead of slices: the gradient of a slice has the length of the whole row.
     for q, k, v in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
-        k, v = k.to(v.dtype), v
         if ask.softcap:
-            outputs.append(_capped(q.to(v.dtype), k, v, groups, ask))
+            outputs.append(_capped(q, k, v, groups, ask))
+            continue
+        if _is_cut(q, ask):
+            outputs.extend(_in_chunks(q, k, v, ask.scale))
             continue
         mask = _window_mask(q.shape[2], ask.causal, ask.window, q.device)
         with sdpa_kernel(SDPBackend.MATH) if ask.twice else nullcontext():
             outputs.append(
                 F.scaled_dot_product_attention(
-                    q.to(v.dtype), k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
+                    q, k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
                     is_causal=ask.causal and mask is None, enable_gqa=groups > 1,
                 )
             )  # fmt: skip
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    # The kernels write tokens before heads: joined in this order, neither this nor the reshape after it moves heads.
+    return torch.cat([each.transpose(1, 2) for each in outputs], dim=1)
+
+
+def _is_cut(query: Tensor, ask: AttentionRequest) -> bool:
+    """Whether a document is computed in chunks of queries."""
+    tokens = query.shape[2]
+    is_plain = ask.causal and not ask.dropout and not ask.twice and (ask.window is None or ask.window >= tokens)
+    return is_plain and FEWEST <= tokens <= MOST and query.device.type == "cpu"
+
+
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> list[Tensor]:
+    """The attention of a causal document, chunk by chunk."""
+    outputs: list[Tensor] = []
+    begin = 0
+    for chunk in q.split(CHUNK, dim=2):
+        end = begin + chunk.shape[2]
+        keys, values = (each if end == q.shape[2] else each[:, :, :end] for each in (k, v))
+        outputs.append(
+            F.scaled_dot_product_attention(
+                chunk, keys, values, attn_mask=_later_keys(v.dtype)[: end - begin, MOST - begin : MOST - begin + end],
+                scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )  # fmt: skip
+        begin = end
+    return outputs
+
+
+@lru_cache(maxsize=4)
+def _later_keys(dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of a chunk of queries that follows `MOST` keys; other chunks use a part of it."""
+    with torch.inference_mode(False):
+        return torch.full((CHUNK, MOST + CHUNK), float("-inf"), dtype=dtype, device="cpu").triu(MOST + 1)
 
 
 def _window_mask(tokens: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:

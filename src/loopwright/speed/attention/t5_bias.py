@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layouts.positions import has_position_bias
 from .switch import AttentionSwitch
 
 NAME = "loopwright_biased"
@@ -37,7 +38,7 @@ def attend(
 
 def switch_for(model: nn.Module) -> AttentionSwitch | str:
     """The switch that makes a model use this attention, or why it would not help."""
-    if not any(hasattr(module, "relative_attention_bias") for module in model.modules()):
+    if not has_position_bias(model):
         return "the model has no position bias"
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

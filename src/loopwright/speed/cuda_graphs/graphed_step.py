@@ -14,8 +14,7 @@ from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
 from ..planner.cost import Work
 from ..planner.decision import (
-    IN_GROUPS,
-    IN_ROWS,
+    AS_MADE,
     SpeedPlan,
     pays_to_record,
     pays_to_record_rows,
@@ -54,13 +53,13 @@ class GraphChoice:
     ) -> str | None:
         """Why micro-batches do not become graphs, or None if they do.
 
-        `row` is the number of tokens in a row, `work` the counted operators of a micro-batch as collated.
+        `row` is the number of tokens in a row or group of the layout, `work` the counted operators of a micro-batch as
+        collated.
         """
-        here, in_rows = self._here, plan.layout in IN_ROWS
+        here, in_rows = self._here, plan.layout != AS_MADE
         if here.why_not_graph is not None:
             return here.why_not_graph
         for reason, is_so in (
-            ("the layout produces micro-batches of many shapes", plan.layout in IN_GROUPS),
             ("the fused loss has a different number of targets each time", plan.linear_loss),
             ("activations are recomputed", plan.activations != "none"),
             ("batches hold more than tensors and plain values", any(_key(batch) is None for batch in batches)),
@@ -167,6 +166,7 @@ class GraphedTraining:
             self._prove(given, inputs, micro, share)
             if not self._is_proved or not self._is_possible():
                 return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.step.overwrites = len(micro.update.batches) == 1
         loss = self.step.step(self._without_mask(given, inputs), share)
         self._is_possible()  # report a failure now, so that a checkpoint of this update includes it
         return loss

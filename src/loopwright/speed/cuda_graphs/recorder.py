@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,16 +29,13 @@ from .contexts import (
     no_wait,
     side_stream,
 )
-from .difference import relative_difference
+from .difference import gradient_or_zeros, relative_difference
+from .graph import CHECKS, LATER_CHECKS, Graph, Inputs
 
 MOST_SHAPES = 8
-CHECKS, LATER_CHECKS = 2, 1
-"""Replays compared with an eager run: two for the first shape, the second on another batch; one for later shapes."""
-
 TOLERANCE = 1e-2
 """Allowed relative difference of loss and gradients: summation order in bf16, not a different computation."""
 
-Inputs = dict[str, Any]
 Run = Callable[[Inputs, Any], Tensor]
 """Forward, loss times weight, backward; returns the weighted loss, detached."""
 
@@ -53,45 +50,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 class Uncapturable(Exception):
     """The micro-batch cannot be captured; the message gives the reason."""
-
-
-@dataclass(eq=False)
-class Graph:
-    """One captured micro-batch with its static inputs, loss and gradients."""
-
-    inputs: Inputs
-    weight: Tensor
-    loss: Tensor
-    replay: Callable[[], Any]
-    gradients: list[tuple[nn.Parameter, Tensor]]
-    """Parameters that get a gradient, each with the tensor to which the graph adds it."""
-    checks: int = CHECKS
-    draws: int = 0
-    """Random numbers that the forward pass draws on the host without effect; a replay draws as many."""
-
-    def load(self, inputs: Inputs, weight: Any) -> None:
-        """Copy a batch of the same shapes to the static inputs."""
-        for name, place in self.inputs.items():
-            if isinstance(place, Tensor):
-                place.copy_(inputs[name], non_blocking=True)
-        if isinstance(weight, Tensor) and weight.device == self.weight.device:
-            self.weight.copy_(weight)
-        else:
-            self.weight.fill_(float(weight))
-
-    def place_gradients(self) -> None:
-        """Make the captured tensors the parameters' gradients; accumulated gradients are kept, None becomes zero."""
-        empty = []
-        for parameter, place in self.gradients:
-            if parameter.grad is place:
-                continue
-            if parameter.grad is None:
-                empty.append(place)
-            else:
-                place.copy_(parameter.grad)
-            parameter.grad = place
-        if empty:
-            torch._foreach_zero_(empty)
 
 
 class GraphedStep:
@@ -116,6 +74,8 @@ class GraphedStep:
         self.most = most_shapes
         self.from_time = 1
         """The occurrence of a shape at which it is captured: shapes that occur once may not be worth it."""
+        self.overwrites = False
+        """Whether the first graph may write gradients instead of adding them: updates have one micro-batch."""
         self._all = list(model.parameters())
         self.device = self._all[0].device
         self._recorder = recorder
@@ -137,8 +97,7 @@ class GraphedStep:
         if graph is None:
             return self._run(inputs, weight)
         graph.load(inputs, weight)
-        graph.place_gradients()
-        graph.replay()
+        graph.run()
         if graph.draws:
             torch.rand(graph.draws)
         return graph.loss.clone()
@@ -146,6 +105,7 @@ class GraphedStep:
     def forget(self) -> None:
         """Discard all graphs and the counts of shapes."""
         self._graphs.clear()
+        self._places: dict[int, Tensor] = {}
         self.times.clear()
         if isinstance(self._recorder, CudaRecorder):
             self._recorder.take_new_memory()  # torch frees a pool with its last graph
@@ -154,7 +114,6 @@ class GraphedStep:
         """Discard all graphs and their memory; steps are eager from now on."""
         self.reason = self.reason or "closed"
         self.forget()
-        self._places.clear()
         self._recorder = None
 
     def _look_at_parameters(self) -> None:
@@ -162,7 +121,6 @@ class GraphedStep:
         self._stamp = [(p.data_ptr(), p.requires_grad) for p in self._all]
         self._parameters = [p for p in self._all if p.requires_grad]
         self.forget()
-        self._places: dict[int, Tensor] = {}
 
     # ---- capturing --------------------------------------------------------------------------------------------------
 
@@ -201,15 +159,24 @@ class GraphedStep:
         weight = torch.ones((), device=self.device)
         with restored(self._model, self._parameters), autocast_without_cache(), any_wait_is_fine():
             reached, draws = self._warm_up(static, weight)
-            gradients = [(p, self._place_of(p)) for p in reached]
-            for parameter, place in gradients:
-                parameter.grad = place
+            overwrites = self._makes_places
+            for parameter in reached:
+                parameter.grad = None if overwrites else self._place_of(parameter)
             assert self._recorder is not None
             with without_needless_masks():
                 replay, loss = self._recorder(lambda: self._run(static, weight))
+            if overwrites:
+                self._places = {id(p): p.grad for p in reached if p.grad is not None}
+            gradients = [(p, self._place_of(p)) for p in reached]
             if any(parameter.grad is not place for parameter, place in gradients):
                 raise Uncapturable("the backward pass replaces gradients instead of accumulating them")
-        return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS, draws)
+        checks = LATER_CHECKS if self._graphs else CHECKS
+        return Graph(static, weight, loss, replay, gradients, checks, draws, overwrites)
+
+    @property
+    def _makes_places(self) -> bool:
+        """Whether the next graph allocates the gradients itself, which saves a kernel for each parameter."""
+        return self.overwrites and not self._places and isinstance(self._recorder, CudaRecorder)
 
     def _warm_up(self, inputs: Inputs, weight: Tensor) -> tuple[list[nn.Parameter], int]:
         """Run eagerly until all one-time initialization is done; returns the parameters with gradients, and draws."""
@@ -265,20 +232,25 @@ class GraphedStep:
     def _difference(self, graph: Graph, inputs: Inputs, weight: Any) -> float:
         """The largest relative difference between replay and eager run: loss, gradients, buffers."""
         # Models that use other kernels during a capture, and so other dropout, must use them here too.
-        with restored(self._model, self._parameters), as_if_recording(self.device), autocast_without_cache():
+        with self._restored(()), as_if_recording(self.device), autocast_without_cache():
             loss = self._run_alone(dict(inputs), weight)
-            eager = [loss.clone(), *[_or_zero(p) for p, _ in graph.gradients]]
+            eager = [gradient_or_zeros(p) for p, _ in graph.gradients]  # new tensors, which only this list refers to
             buffers = [place[name].clone() for place, name in buffers_of(self._model)]
-        with restored(self._model, self._parameters):
+        with self._restored([place for _, place in graph.gradients]):
             graph.load(inputs, weight)
             for parameter, _ in graph.gradients:
                 parameter.grad = None
             graph.place_gradients()
             graph.replay()
-            replayed = [graph.loss.clone(), *[place.clone() for _, place in graph.gradients]]
-            after = [place[name].clone() for place, name in buffers_of(self._model)]
-        parts = [([replayed[0]], [eager[0]]), (replayed[1:], eager[1:]), (after, buffers)]
-        return max(relative_difference(mine, expected) for mine, expected in parts)
+            after = [place[name] for place, name in buffers_of(self._model)]
+            replayed = [place for _, place in graph.gradients]
+            parts = [([graph.loss], [loss]), (replayed, eager), (after, buffers)]
+            return max(relative_difference(mine, expected) for mine, expected in parts)
+
+    def _restored(self, written: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """A context after which everything is as before; of gradients, only those in `written` may be written to."""
+        places = {id(place) for place in written}
+        return restored(self._model, self._parameters, copies=lambda gradient: id(gradient) in places)
 
     def _give_up(self, error: Exception) -> None:
         """Disable graphs and log the reason."""
@@ -314,7 +286,7 @@ class CudaRecorder:
         return graph.replay, loss
 
     def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
-        if self._is_first:  # the pool can use freed memory; later it would only cost time
+        if self._is_first or self._is_short_of_memory():  # otherwise it would only cost time
             gc.collect()
             torch.cuda.empty_cache()
         torch.cuda.synchronize(self._device)
@@ -338,6 +310,12 @@ class CudaRecorder:
                 gc.enable()
         self._is_first = False
         return loss
+
+    def _is_short_of_memory(self) -> bool:
+        """Whether less memory is free than torch keeps for later: it cannot return any during a capture."""
+        kept: int = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        return free < kept
 
     def _repair(self, graph: Any, generator: Any) -> None:
         """Restore the generator and the pool after a failed capture, which leaves both in an intermediate state."""
@@ -391,7 +369,3 @@ def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"{name} has hooks, which a replay would not call"
     return None
-
-
-def _or_zero(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -13,20 +13,23 @@ from ..attention.document_mask import as_given
 from ..attention.kernel_choice import without_cudnn
 from ..attention.switch import AttentionSwitch
 from ..attention.t5_bias import switch_for
+from ..fused_modules import FusedModules
 from ..planner.decision import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
-from .positions import counts_by_row
-from .rows import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_unpadded
+from .positions import counts_by_row, has_position_bias, most_positions
+from .rows import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_in_shapes, lay_unpadded
 from .samples import Samples
-from .unpadded_encoder import UnpaddedEncoder, find_encoder
+from .unpadded_encoder import UnpaddedEncoder, find_embeddings, find_encoder
 
 
 class Layout:
     """A way to arrange samples; this class implements `grouped`, with or without mask, for any model."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, most_width: int | None = None) -> None:
+        self.name, self._most_width = name, most_width
 
     def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
+        if limits.few_shapes:
+            return lay_in_shapes(samples, limits, most_width=self._most_width)
         return lay_grouped(samples, limits, drop_mask=self.name == UNMASKED)
 
     def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -41,15 +44,15 @@ class Layout:
 
 
 class Biased(Layout):
-    """Groups, with an attention that has fast kernels for the model's position bias."""
+    """Groups, with an attention that has fast kernels for the model's position bias, and norms of one kernel."""
 
-    def __init__(self, switch: AttentionSwitch) -> None:
+    def __init__(self, switch: AttentionSwitch, fused: FusedModules) -> None:
         super().__init__(BIASED)
-        self._switch = switch
+        self._switch, self._fused = switch, fused
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with super().active(), self._switch.active():
+        with super().active(), self._switch.active(), self._fused.active():
             yield
 
 
@@ -106,11 +109,13 @@ class Unpadded(Flat):
 def make_layout(name: str, model: nn.Module) -> Layout | str:
     """The layout for this model, or the reason why it is not possible."""
     if name in (GROUPED, UNMASKED):
-        return Layout(name)
+        # A position out of range would abort the process on a GPU; an unknown limit leaves every width as it is.
+        most = None if has_position_bias(model) else most_positions(model, of_sources=True) or 0
+        return Layout(name, most_width=most)
     assert name in LAYOUTS and name != AS_MADE
     if name == BIASED:
         biased = switch_for(model)
-        return biased if isinstance(biased, str) else Biased(biased)
+        return biased if isinstance(biased, str) else Biased(biased, FusedModules(model))
     switch = AttentionSwitch(model)
     reason = switch.reason or counts_by_row(model)
     if reason is not None:
@@ -118,7 +123,9 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     if name == FLAT:
         return Flat(switch)
     encoder = find_encoder(model)
-    return "the model has no separate encoder" if encoder is None else Unpadded(switch, UnpaddedEncoder(encoder))
+    if encoder is None:
+        return "the model has no separate encoder"
+    return Unpadded(switch, UnpaddedEncoder(encoder, find_embeddings(model, encoder)))
 
 
 def needs_half_precision(name: str, device_type: str, weights: Tensor | None, computes_half: bool) -> bool:

@@ -41,6 +41,31 @@ def cut_by_length(
     return sorted(groups, key=lambda group: (-padded_size(lengths, group), int(group[0])))
 
 
+def cut_into_shapes(widths: np.ndarray, *, tokens: int) -> list[tuple[np.ndarray, int]]:
+    """Groups of samples, each with its number of rows, which is one of two for a width: few shapes occur.
+
+    `widths` is (samples, axes), rounded up to few values. A group has `tokens` of the first axis or half of that; rows
+    that are missing count as computed, and so does an eighth of `tokens` for each group.
+    """
+    order = np.argsort(widths.sum(axis=1), kind="stable")
+    sorted_widths, count = widths[order], len(order)
+    best = np.zeros(count + 1)
+    last_cut, rows_of = np.zeros(count + 1, dtype=np.int64), np.zeros(count + 1, dtype=np.int64)
+    for end in range(1, count + 1):
+        widest = np.maximum.accumulate(sorted_widths[:end][::-1], axis=0)[::-1]
+        needed = np.arange(end, 0, -1)
+        whole, half = (np.maximum(tokens // (part * widest[:, 0]), 1) for part in (1, 2))
+        rows = np.where(half >= needed, half, whole)
+        costs = best[:end] + np.where(rows >= needed, rows * widest.sum(axis=1), np.inf) + tokens // 8
+        last_cut[end] = start = int(np.argmin(costs))
+        best[end], rows_of[end] = costs[start], rows[start]
+    groups, end = [], count
+    while end:
+        groups.append((np.sort(order[last_cut[end] : end]), int(rows_of[end])))
+        end = int(last_cut[end])
+    return groups
+
+
 def padded_size(lengths: np.ndarray, group: np.ndarray) -> int:
     """Tokens of a group of samples padded to its longest."""
     return len(group) * int(lengths[group].max(axis=0).sum())

@@ -1,13 +1,49 @@
-"""Models whose positions depend on more than the sample: on the longest of a batch, or the offset in a row."""
+"""Positions of a model: how many it has, and whether they depend on the longest of a batch or the offset in a row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from .samples import OddSamples, Samples
+
+LIMITS = ("max_target_positions", "max_position_embeddings", "n_positions")
+SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings")
+FIRST_POSITION = 4
+"""Rows at the beginning of a table of positions that may be left out: some models count from the padding token on."""
+PARTS = ("decoder", "text_config", "generator", "encoder")
+"""Parts of a configuration that may have positions of their own; the last one is that of the source."""
+
+
+def most_positions(model: nn.Module, *, of_sources: bool = False) -> int | None:
+    """The longest target that configuration and position tables of the decoder allow; None if it is unknown.
+
+    With `of_sources` those of the encoder count too.
+    """
+    config = getattr(model, "config", None)
+    parts = [config, *(getattr(config, name, None) for name in (PARTS if of_sources else PARTS[:-1]))]
+    named = [getattr(part, name, None) for part in parts for name in (*LIMITS, *(SOURCE_LIMITS * of_sources))]
+    found = [*named, *_tables(model, of_sources)]
+    return min((value for value in found if isinstance(value, int) and value > 0), default=None)
+
+
+def has_position_bias(model: nn.Module) -> bool:
+    """Whether attention has a bias for distances between tokens, as T5's: any length is possible then."""
+    return any(hasattr(module, "relative_attention_bias") for module in model.modules())
+
+
+def _tables(model: nn.Module, of_sources: bool) -> Iterator[int]:
+    """The positions of the tables in the decoder, or of all of them if no module is named so."""
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and "pos" in name.rpartition(".")[2]
+    }
+    decoding = {name: table for name, table in tables.items() if "decoder" in name.split(".")}
+    chosen = tables if of_sources else decoding or tables
+    return (len(table.weight) - FIRST_POSITION for table in chosen.values())
 
 
 def longest_alike(model: nn.Module) -> int | None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..attention.document_mask import borders_of
-from .cutting import cut_by_length, split_evenly, split_into_rows
-from .samples import IGNORED, SOURCE, Samples
+from .cutting import cut_by_length, cut_into_shapes, split_evenly, split_into_rows
+from .samples import IGNORED, SOURCE, TARGET, Axis, Samples
 
 MASK = "attention_mask"
 BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
@@ -40,6 +40,8 @@ class Limits:
     """Whether rows are padded to one of a few lengths, so that each length can be a CUDA graph."""
     width: int = 0
     """Minimum width of padded batches if `few_shapes` is set."""
+    spare_rows: int = 0
+    """Rows added to every group of a few shapes, so that a proof has some."""
 
 
 @dataclass
@@ -70,6 +72,54 @@ def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) ->
         batches.append(batch)
         computed += len(group) * sum(widths.values())
     return Laid(batches, computed, groups)
+
+
+GRAPH_TOKENS = 4096
+"""Source tokens of a group that is replayed as a graph: more gain little, and would leave more rows empty."""
+LEAST_WIDTHS = {SOURCE: 128, TARGET: 64}
+
+
+def lay_in_shapes(samples: Samples, limits: Limits, *, most_width: int | None) -> Laid:
+    """Groups of pairs, padded to a few widths and numbers of rows; rows that are added have no targets.
+
+    Beyond `most_width`, None if there is no limit, groups are as wide as their longest sample.
+    """
+    keys = list(samples.axes)
+    widths = np.stack([_few_widths(samples.axes[key], LEAST_WIDTHS[key], most_width) for key in keys], axis=1)
+    batches, computed, members = [], 0, []
+    for group, rows in cut_into_shapes(widths, tokens=min(GRAPH_TOKENS, limits.budget)):
+        wanted = dict(zip(keys, widths[group].max(axis=0).tolist(), strict=True))
+        batch = samples.select(group).trimmed(wanted)
+        for key, width in wanted.items():
+            _widen(batch, samples.axes[key], samples, width)
+        rows += limits.spare_rows
+        _add_rows(batch, rows - len(group))
+        batches.append(batch)
+        members.append(group)
+        computed += rows * sum(wanted.values())
+    return Laid(batches, computed, members)
+
+
+def _few_widths(axis: Axis, least: int, most: int | None) -> np.ndarray:
+    """The lengths, rounded up to powers of two, but not beyond `most`."""
+    rounded: np.ndarray = 1 << np.ceil(np.log2(np.maximum(axis.lengths, least))).astype(np.int64)
+    return rounded if most is None else np.maximum(np.minimum(rounded, most), axis.lengths)
+
+
+def _add_rows(batch: dict[str, Any], missing: int) -> None:
+    """Repeat the first sample, without its targets."""
+    for name, values in batch.items():
+        if missing and isinstance(values, Tensor):
+            row = torch.full_like(values[:1], IGNORED) if name == "labels" else values[:1]
+            batch[name] = torch.cat([values, row.expand(missing, *values.shape[1:])])
+
+
+def can_add_rows(samples: Samples) -> bool:
+    """Whether rows without targets may be added: labels are tokens, some of which are ignored already."""
+    labels = samples.tensors.get("labels")
+    is_text = TARGET in samples.axes and labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    # Elsewhere a label that the model does not ignore would abort the process on a GPU.
+    return is_text and labels is not None and bool((labels == IGNORED).any())
 
 
 def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
@@ -129,7 +179,7 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
         width = limits.width if limits.few_shapes else _rounded_up(int(lengths.max()), 64) if fill else 0
         batch = chosen.trimmed({SOURCE: width})
         if limits.few_shapes:
-            _widen(batch, samples, width)
+            _widen(batch, samples.axes[SOURCE], samples, width)
         places, documents, within = np.flatnonzero((batch[MASK] != 0).numpy()), lengths, batch[MASK].shape[1]
         if limits.few_shapes:
             missing = -len(places) % filling(len(places), part)
@@ -144,12 +194,12 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
     return Laid(batches, computed, rows)
 
 
-def _widen(batch: dict[str, Any], samples: Samples, width: int) -> None:
+def _widen(batch: dict[str, Any], axis: Axis, samples: Samples, width: int) -> None:
     """Add padding on the right, with the values the collator uses for these samples."""
-    missing, axis, mask = width - batch[MASK].shape[1], samples.axes[SOURCE], (samples.tensors[MASK] != 0).numpy()
-    if missing <= 0 or not axis.is_right_padded or mask.all():
+    missing, padded = width - batch[axis.names[0]].shape[1], np.flatnonzero(axis.ends < axis.width)
+    if missing <= 0 or not axis.is_right_padded or not padded.size:
         return  # the model may detect padding by its token, which is unknown without padding
-    row, place = np.unravel_index(mask.argmin(), mask.shape)
+    row, place = int(padded[0]), axis.width - 1
     for name in axis.names:
         values, used = batch[name], samples.tensors[name][row, place]
         batch[name] = torch.cat([values, used.expand(len(values), missing, *values.shape[2:])], dim=1)

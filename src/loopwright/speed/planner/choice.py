@@ -18,7 +18,18 @@ from ..memory.token_budget import limits_for
 from ..proof.guard import Coverage
 from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
-from .decision import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
+from .decision import (
+    BIASED,
+    FLAT,
+    GRAPHS,
+    GROUPED,
+    IN_GROUPS,
+    LAYOUTS,
+    UNMASKED,
+    UNPADDED,
+    SpeedPlan,
+    overhead_in_tokens,
+)
 
 LARGE_VOCABULARY = 8192
 """Number of classes from which the fused loss is worth using."""
@@ -36,7 +47,7 @@ class Decision:
         refused: Mapping[str, Proof],
     ) -> None:
         self._here, self._samples, self._batches = situation, samples, batches
-        self._refused = refused
+        self.refused = refused
         """Proofs that failed on a whole update, by name."""
         self.plan = SpeedPlan(made_for=situation.described())
         self.layout: Layout | None = None
@@ -86,8 +97,8 @@ class Decision:
             return
 
     def _prove_layout(self, name: str, layout: Layout) -> Proof:
-        if name in self._refused:
-            return self._refused[name]
+        if name in self.refused:
+            return self.refused[name]
         return self.prover.prove_few(self.prover.candidate(name, self.plan, layout, None), self.references)
 
     def _offered(self, name: str) -> Layout | str:
@@ -125,7 +136,7 @@ class Decision:
             self.plan.note(HEAD, False, f"with only {head.weight.shape[0]:,} classes it would not help")
             return
         pending = self._pending(head)
-        proof = self._refused.get(HEAD) or self._prove(self._candidate(HEAD, pending))
+        proof = self.refused.get(HEAD) or self._prove(self._candidate(HEAD, pending))
         if proof.accepted and pending.logits_were_used:
             proof.refuse("the logits are used outside the loss")
         if proof.accepted:
@@ -158,6 +169,7 @@ class Decision:
     def prove_update(self) -> tuple[str, Proof] | Coverage:
         """What the proofs cover if the whole update agrees; else the name of what must be disabled, and its proof."""
         plan, layout = self.plan, self.layout
+        self.references = []  # no longer needed: their gradients would be in memory beside the update
         try:
             reference = self.prover.update(self._samples, self._batches)
             proof, limits = self._proved_where_it_fits(reference)
@@ -181,7 +193,9 @@ class Decision:
             self._here.free_memory()
 
     def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
-        """What must be disabled: the fused loss if everything else agrees, otherwise the layout."""
+        """What must be disabled: groups as graphs, or the fused loss, if everything else agrees; else the layout."""
+        if self.plan.few_shapes and self.plan.layout in IN_GROUPS:
+            return GRAPHS, proof
         if self.head is None or self.layout is None:
             return self.plan.layout if self.head is None else HEAD, proof
         without = self.prover.prove_update(self._candidate(self.plan.layout, None, limits=limits), reference)

@@ -10,6 +10,7 @@ BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
 IN_ROWS = (FLAT, UNPADDED)
 COMPILED = "compiled blocks"
+GRAPHS = "micro-batches as CUDA graphs"
 LAYOUTS = (*IN_ROWS, *IN_GROUPS)
 """Layouts in the order in which they are tried: the largest saving first, the fewest requirements last."""
 
@@ -69,8 +70,8 @@ class SpeedPlan:
 
     @property
     def few_shapes(self) -> bool:
-        """Whether rows are padded to a few lengths, since each length needs its own graph."""
-        return self.graphed and self.layout in IN_ROWS
+        """Whether rows or groups are padded to a few shapes, since each shape needs its own graph."""
+        return self.graphed and self.layout != AS_MADE
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(AccelerationChoice(name, is_on, reason, numbers or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,14 +17,26 @@ from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
 from ..joining import choose_joining
 from ..layouts.candidates import Layout
-from ..layouts.rows import padded_tokens
-from ..layouts.samples import NoSamples, OddSamples, Samples
+from ..layouts.positions import has_position_bias, most_positions
+from ..layouts.rows import GRAPH_TOKENS, LEAST_WIDTHS, can_add_rows, padded_tokens
+from ..layouts.samples import SOURCE, TARGET, NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for, plan_memory
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
 from ..widening import WidthChoice
 from .choice import HEAD, Decision
-from .decision import AS_MADE, COMPILED, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it
+from .decision import (
+    AS_MADE,
+    BIASED,
+    COMPILED,
+    GRAPHS,
+    GROUPED,
+    IN_GROUPS,
+    IN_ROWS,
+    SHORT_ROW,
+    SpeedPlan,
+    is_worth_it,
+)
 from .regions import MOST_SHAPES, MOST_WIDTHS, RegionChoice
 
 LOOKS = 20
@@ -32,7 +45,8 @@ SHAPE_LOOKS = 5
 """Updates inspected before shapes count as repeating, if they are very few."""
 PACKED_LOOKS = 5
 """Updates without padding after which packed samples are assumed to have none."""
-GRAPHS = "micro-batches as CUDA graphs"
+LOGIT_BYTES = 16
+"""Bytes of a logit in half and single precision, with its gradients."""
 VARYING_DEVICES = ("cuda",)
 """Where attention kernels may be prepared for each shape."""
 
@@ -179,7 +193,7 @@ class Planner:
             if not isinstance(found, tuple):
                 break
             what, proof = found
-            if what not in (plan.layout, HEAD):
+            if what not in (plan.layout, HEAD, GRAPHS):
                 return self._settle(proof.reason, batches, padding=padding) or Made(SpeedPlan(), padding=padding)
             refused[what] = proof
         self.choose_compiling(plan)
@@ -211,6 +225,9 @@ class Planner:
         return decision
 
     def _choose_graphs(self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples) -> None:
+        if plan.layout in IN_GROUPS:
+            self._note_graphs(plan, self._why_not_graph_groups(plan, decision, batches, samples))
+            return
         row = min(samples.real_tokens, limits_for(plan, self._here, batches, samples).budget)
         reason = self._graphs.why_not(plan, batches, row=row, work=self._regions.count(batches))
         if reason is None and plan.layout in IN_ROWS:
@@ -219,12 +236,41 @@ class Planner:
             reason = None if proof.accepted else f"with rows of a few lengths {proof.reason}"
         self._note_graphs(plan, reason)
 
+    def _why_not_graph_groups(
+        self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples
+    ) -> str | None:
+        """Why groups do not become graphs; if they do, their logits are computed, which are few."""
+        here = self._here
+        has_limit = has_position_bias(here.model) or most_positions(here.model, of_sources=True) is not None
+        if plan.layout not in (GROUPED, BIASED) or not has_limit or not can_add_rows(samples):
+            return "the layout produces micro-batches of many shapes"
+        if decision.head is not None and not self._are_logits_small(decision.head):
+            return "the logits of a graph would take too much memory"
+        reason = self._graphs.why_not(replace(plan, linear_loss=False), batches, row=GRAPH_TOKENS)
+        if reason is not None:
+            return reason
+        head, decision.head = decision.head, None
+        plan.graphed, plan.linear_loss = True, False
+        proof = decision.refused.get(GRAPHS) or decision.prove_few_shapes()
+        if proof.accepted:
+            plan.take_back(HEAD, "micro-batches run as CUDA graphs, whose logits are small")
+            return None
+        plan.graphed, plan.linear_loss, decision.head = False, head is not None, head
+        return f"with groups of a few shapes {proof.reason}"
+
+    def _are_logits_small(self, head: PendingHead) -> bool:
+        """Whether logits of a group, with what their loss keeps, take a small part of the device's memory."""
+        total = self._here.device_memory()
+        tokens = GRAPH_TOKENS * LEAST_WIDTHS[TARGET] // LEAST_WIDTHS[SOURCE]
+        return total is None or tokens * head.head.weight.shape[0] * LOGIT_BYTES <= total / 32
+
     def _note_graphs(self, plan: SpeedPlan, reason: str | None) -> None:
         plan.graphed = reason is None
         if reason is None:
             plan.made_for = self._here.described()
         if reason is None or self._here.on_gpu:
-            repeat = "rows are padded to a few lengths" if plan.few_shapes else "shapes repeat"
+            padded = "rows are padded to a few lengths" if plan.layout in IN_ROWS else "groups are padded to few shapes"
+            repeat = padded if plan.few_shapes else "shapes repeat"
             plan.note(GRAPHS, plan.graphed, reason or f"kernel launches take longer than compute, and {repeat}")
 
     def choose_compiling(self, plan: SpeedPlan) -> None:

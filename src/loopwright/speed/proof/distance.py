@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,9 @@ MOST_NOISE = 0.2
 COLUMN_FLOOR = 1e-2
 """The same for a column of an output, as a fraction of that for a parameter: the others may be much larger."""
 
+PIECE = 1 << 20
+"""Numbers of a gradient that are compared at a time."""
+
 
 def half_tolerance(noise: float) -> Tolerance:
     """HALF, or more for a model whose half-precision gradients have a rounding error `noise` that is larger than that.
@@ -42,21 +45,26 @@ def half_tolerance(noise: float) -> Tolerance:
     return HALF._replace(gradient=HALF.gradient * more, parameter=min(HALF.parameter * more, 0.5))
 
 
+SquaredNorms = list[tuple[float, float]]
+"""For every parameter, the squared norms of the difference of two gradients and of the expected one."""
+
+
 def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
     """Relative L2 distance of two gradients, over all parameters together."""
-    pairs = _norms(expected, found)
-    apart, size = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return distance_of(squared_norms(expected, found))
+
+
+def distance_of(norms: SquaredNorms) -> float:
+    """The same, from norms."""
+    apart, size = (sum(values) for values in zip(*norms, strict=True)) if norms else (0.0, 0.0)
     return float((apart / size) ** 0.5) if size else (0.0 if apart == 0 else float("inf"))
 
 
-def worst_parameter(
-    expected: Sequence[Tensor | None], found: Sequence[Tensor | None], tolerance: Tolerance
-) -> tuple[int, float] | None:
+def worst_parameter(norms: SquaredNorms, tolerance: Tolerance) -> tuple[int, float] | None:
     """Index and relative error of the parameter whose gradient is furthest off; None if all are within tolerance."""
-    pairs = _norms(expected, found)
-    floor = tolerance.floor * sum(size for _, size in pairs) ** 0.5
+    floor = tolerance.floor * sum(size for _, size in norms) ** 0.5
     worst: tuple[int, float] | None = None
-    for index, (apart, size) in enumerate(pairs):
+    for index, (apart, size) in enumerate(norms):
         distance = apart**0.5
         if distance > tolerance.parameter * size**0.5 + floor:
             relative = distance / size**0.5 if size else float("inf")
@@ -75,7 +83,7 @@ def unequal_columns(
     if not a.is_floating_point() and not a.is_complex():
         unequal = (a != b).any(0)
     else:
-        apart, sizes = (a.double() - b.double()).norm(dim=0), a.double().norm(dim=0)
+        apart, sizes = (_wide(a) - _wide(b)).norm(dim=0), _wide(a).norm(dim=0)
         unequal = ~(apart <= tolerance.parameter * sizes + tolerance.floor * COLUMN_FLOOR * sizes.norm())
     return f"column {int(unequal.int().argmax())}" if bool(unequal.any()) else None
 
@@ -84,21 +92,40 @@ def _in_columns(output: Tensor) -> Tensor:
     return output.reshape(-1, output.shape[-1] if output.dim() else 1)
 
 
-def _norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[tuple[float, float]]:
+def squared_norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> SquaredNorms:
     """Squared distance and squared expected norm for every parameter, read with one synchronization."""
-    rows = []
-    for a, b in zip(expected, found, strict=True):
-        if a is None and b is None:
-            rows.append(torch.zeros(2, dtype=torch.float64))
-            continue
-        a = torch.zeros_like(b) if a is None else a
-        b = torch.zeros_like(a) if b is None else b
-        size = a.double().square().sum()
-        rows.append(torch.stack([(a.double() - b.double()).square().sum(), size]))
+    rows = [_squares(a, b) for a, b in zip(expected, found, strict=True)]
     if not rows:
         return []
     device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
     return [(apart, size) for apart, size in torch.stack([row.to(device) for row in rows]).tolist()]
+
+
+def _squares(expected: Tensor | None, found: Tensor | None) -> Tensor:
+    given = expected if expected is not None else found
+    if given is None:
+        return torch.zeros(2, dtype=torch.float64)
+    rows = []
+    for a, b in zip(_or_zeros(expected, given), _or_zeros(found, given), strict=True):
+        wide = _wide(a)
+        rows.append(torch.stack([(wide - _wide(b)).abs().square().sum(), wide.abs().square().sum()]))
+    return torch.stack(rows).sum(0)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.complex128) if values.is_complex() else values.double()
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Iterable[Tensor]:
+    return in_pieces(gradient) if gradient is not None else (torch.zeros_like(each) for each in in_pieces(like))
+
+
+def in_pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """A large tensor as several along its first dimension, so that what is computed from it takes little memory."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() <= PIECE:
+        return [tensor]
+    rows = max(1, PIECE * len(tensor) // tensor.numel())
+    return [tensor[start : start + rows] for start in range(0, len(tensor), rows)]
 
 
 def relative(expected: float, found: float) -> float:

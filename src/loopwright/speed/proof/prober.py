@@ -27,9 +27,21 @@ from torch import Tensor, nn
 from ..attention.kernel_choice import without_cudnn
 from ..layouts.samples import Samples
 from ..model_stamp import counted_by, left_differently, state_of
-from .distance import DOUBLE, HALF, SINGLE, Tolerance, gradient_distance, is_close, relative, worst_parameter
+from .distance import (
+    DOUBLE,
+    HALF,
+    SINGLE,
+    Tolerance,
+    distance_of,
+    gradient_distance,
+    is_close,
+    relative,
+    squared_norms,
+    worst_parameter,
+)
 from .disturbance import MOVED, other_neighbours, other_padding, poisoned_tensors
 from .dropout import Shapes, per_sample, without_dropout
+from .gradients import GradientSum
 from .number_formats import NumberFormats
 from .random_draws import drops_no_layers, random_streams, seed_all
 
@@ -285,8 +297,8 @@ class Prober:
         expected, tolerance = reference.outcome, reference.setting.tolerance
         numbers, what = proof.numbers, self.compared
         numbers["loss"] = relative(expected.loss, outcome.loss)
-        numbers[what] = gradient_distance(expected.gradient, outcome.gradient)
-        worst = worst_parameter(expected.gradient, outcome.gradient, tolerance)
+        norms = squared_norms(expected.gradient, outcome.gradient)
+        numbers[what], worst = distance_of(norms), worst_parameter(norms, tolerance)
         if not numbers["loss"] <= tolerance.loss:
             proof.refuse(f"the loss differs by {numbers['loss']:.0e}")
         elif not numbers[what] <= tolerance.gradient:
@@ -317,20 +329,18 @@ class Prober:
 
     def _run(self, batches: list[Any], prepare: Prepare, setting: Setting) -> Outcome:
         """Run an update, one micro-batch at a time, so that no more memory is used than in training."""
-        gradient: list[Tensor | None] = [None] * len(self._parameters)
+        gradients = GradientSum(self._parameters)
 
         def backward(loss: Tensor | None, factor: Any = None) -> None:
             if loss is None:
-                gradient[:] = [None if each is None else each * factor for each in gradient]
-                return
-            found = list(torch.autograd.grad(loss, self._parameters, allow_unused=True))
-            for place in range(len(found)):  # one by one: all sums at once would be a third copy of the gradients
-                gradient[place], found[place] = _sum(gradient[place], found[place]), None
+                gradients.scale(factor)
+            else:
+                gradients.add(loss)
 
         with self.quiet(setting) as shapes, torch.enable_grad():
             before = state_of(self._model)
             loss = self._loss_of(batches, prepare, backward)
-            return Outcome(float(loss), gradient, before, state_of(self._model), list(shapes))
+            return Outcome(float(loss), gradients.values, before, state_of(self._model), list(shapes))
 
     def _loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
         with self.quiet(setting), torch.enable_grad():  # the loss function may compute gradients itself
@@ -339,10 +349,6 @@ class Prober:
 
 def _as_is(batch: Any) -> Any:
     return batch
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
 
 
 def _text_of(error: Exception) -> str:

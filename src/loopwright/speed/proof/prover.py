@@ -18,6 +18,7 @@ from ..layouts.samples import IGNORED, SOURCE, Samples, few_of
 from ..memory.token_budget import limits_for
 from ..planner.decision import FLAT, IN_ROWS, SpeedPlan
 from .distance import half_tolerance
+from .gradients import share_equal
 from .guard import Seen
 from .prober import Candidate, Prober, Proof, ProofRefused, Reference, Setting, tolerance_of
 from .sample_lengths import joined, longest_possible, shortened_to, stretched
@@ -55,7 +56,9 @@ class Prover:
 
     def references(self, samples: Samples) -> list[Reference]:
         """The normal path on a few samples, in every mode in which candidates are compared on them."""
-        return [self.few(samples, train=train) for train in (False, True)]
+        evaluated, trained = (self.few(samples, train=train) for train in (False, True))
+        share_equal(trained.outcome.gradient, evaluated.outcome.gradient)
+        return [evaluated, trained]
 
     def few(self, samples: Samples, *, train: bool) -> Reference:
         """The normal path on a few samples; raises `ProofRefused` if it cannot be used as a reference."""
@@ -117,20 +120,24 @@ class Prover:
     def covered(
         self, plan: SpeedPlan, layout: Layout, head: PendingHead | None, reference: Reference, limits: Limits
     ) -> Seen:
-        """What an update that agreed covers, extended by other lengths and longer rows if they agree too."""
+        """What an update that agreed covers, extended by other lengths and longer rows if they agree too.
+
+        The gradients of the reference are freed.
+        """
         samples = reference.samples
         assert samples is not None
         laid = layout.lay(samples, limits, shifts=self._here.shifts(), fill=plan.fill)
         row = longest_row(laid.batches) if plan.layout == FLAT else 0
         seen = Seen.of(samples, row=row)
-        lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples)
-        if lengths is not None:
-            seen.cover(lengths.shortest, lengths.longest)
         most = min(2 * row, limits.budget) if self._here.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
         together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self._sparing(plan))
         if row and (most <= row or self.prove_longer_rows(together, reference, most)):
             seen.row = max(row, most)
+        reference.outcome.gradient = []  # compared for the last time: lengths have a reference of their own
+        lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples)
+        if lengths is not None:
+            seen.cover(lengths.shortest, lengths.longest)
         return seen
 
     def _sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
@@ -229,7 +236,7 @@ class Prover:
         if layout is None:
             return [here.put(samples.padded())]
         widest = max(limits.width, int(samples.axes[SOURCE].width) if SOURCE in samples.axes else 0)
-        limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest)
+        limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest, spare_rows=1)
         laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
         return [here.put(batch) for batch in laid.batches]
 

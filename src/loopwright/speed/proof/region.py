@@ -88,10 +88,11 @@ class RegionProver:
             run()
             return min(_seconds(run, self._here.device) for _ in range(RUNS))  # others may use host and device too
 
-    def device_seconds(self, batches: Sequence[Any], *, is_prepared: bool) -> float:
-        """Seconds of the device for the first micro-batch as written, without waiting for launches."""
-        run = trial(self._here, batches[0], self._prepare if is_prepared else lambda each: each)
-        with any_wait_is_fine(), self._region.installed(False), self._prober.quiet(self._setting):
+    def device_seconds(self, batches: Sequence[Any], *, is_compiled: bool) -> float:
+        """Seconds of the device for the first micro-batch, as written or prepared and compiled, launches left out."""
+        batch = region_inputs(batches[0], self._region) if is_compiled else batches[0]
+        run = trial(self._here, batch, self._prepare if is_compiled else lambda each: each)
+        with any_wait_is_fine(), self._region.installed(is_compiled), self._prober.quiet(self._setting):
             run()
             return min(_device_seconds(run, self._here.device) for _ in range(RUNS))
 

@@ -1,0 +1,324 @@
+"""Comparisons take about as much memory as an update as written: at most one more set of gradients."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loopwright.speed.planner.cost as cost
+import loopwright.speed.planner.regions as regions
+import loopwright.speed.proof.distance as distance
+from loopwright import Trainer, TrainingArguments
+from loopwright.pt.acceleration import Acceleration
+from loopwright.pt.loss.probe import LossProbe
+from loopwright.speed.cuda_graphs.recorder import GraphedStep
+from loopwright.speed.proof.distance import SINGLE, squared_norms
+from loopwright.speed.proof.gradients import GradientSum, share_equal
+from loopwright.speed.proof.prober import Candidate, Prober, Setting
+from loopwright.speed.proof.prover import Prover
+from tests.speed.live_bytes import LiveBytes
+
+SMALL = 1 << 16
+"""Bytes of what is neither activations nor gradients: losses, batches, numbers compared at a time."""
+
+
+@pytest.fixture(autouse=True)
+def _in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are as small beside these models as they usually are."""
+    monkeypatch.setattr(distance, "PIECE", 512)
+
+
+class Layers(nn.Module):
+    """A stack of layers whose activations, or whose weights, take most of the memory."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+CASES = {"activations": (16, 8, 2048), "parameters": (256, 8, 2)}
+"""By what takes most of the memory: the width and depth of the layers, and the rows of a micro-batch."""
+
+
+def made(case: str, micro_batches: int) -> tuple[Layers, list[Tensor]]:
+    width, depth, rows = CASES[case]
+    draws = torch.Generator().manual_seed(1)
+    return Layers(width, depth), [torch.randn(rows, width, generator=draws) for _ in range(micro_batches)]
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def as_written(model: nn.Module, batches: list[Tensor]) -> int:
+    """The most bytes of an update, besides the weights."""
+    with LiveBytes([*model.parameters(), *batches]) as live:
+        for batch in batches:
+            (model(batch) / len(batches)).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return live.added
+
+
+def prober_of(model: nn.Module) -> Prober:
+    def loss_of(batches: list[Any], prepare: Any, backward: Any = None) -> Tensor:
+        total: Any = 0.0
+        for batch in batches:
+            loss = model(prepare(batch)) / len(batches)
+            if backward is not None:
+                backward(loss)
+            total = total + loss.detach()
+        return torch.as_tensor(total)
+
+    return Prober(model, loss_of, sandbox=nullcontext)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_reference_takes_the_memory_of_an_update(case: str, micro_batches: int) -> None:
+    model, batches = made(case, micro_batches)
+    written = as_written(model, batches)
+    with LiveBytes([*model.parameters(), *batches]) as live:
+        prober_of(model).reference(None, list(batches), Setting(SINGLE, train=True), repeats=False)
+    assert live.added <= written + SMALL + bytes_of(model.layers[0])  # training adds to a gradient in place
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_candidate_takes_one_set_of_gradients_more(case: str, micro_batches: int) -> None:
+    model, batches = made(case, micro_batches)
+    written, prober = as_written(model, batches), prober_of(model)
+    candidate = Candidate("same", lambda samples: [], None, None, lambda batch: batch, nullcontext)
+    with LiveBytes([*model.parameters(), *batches]) as live:
+        reference = prober.reference(None, list(batches), Setting(SINGLE, train=True), repeats=False)
+        proof = prober.prove(candidate, reference, divided=False)
+    assert proof.accepted, proof.reason
+    assert live.added <= written + bytes_of(model) + SMALL + bytes_of(model.layers[0])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_the_check_of_a_replay_takes_one_set_of_gradients_more(case: str, micro_batches: int) -> None:
+    model, batches = made(case, micro_batches)
+    written, largest = as_written(model, batches), []
+
+    def run(inputs: dict[str, Any], weight: Any) -> Tensor:
+        loss = model(inputs["x"]) * weight
+        loss.backward()
+        return loss.detach()
+
+    def recorder(function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        loss = torch.zeros(())
+        return lambda: loss.copy_(function()), loss
+
+    told: list[str] = []
+    step = GraphedStep(run, model, tell=told.append, recorder=recorder)
+    for batch in batches:
+        inputs, graph = {"x": batch}, step._graph_for({"x": batch})
+        assert graph is not None
+        static = [*graph.inputs.values(), *(place for _, place in graph.gradients)]
+        with LiveBytes([*model.parameters(), batch, *static]) as live:
+            assert step._checked(graph, inputs, 1.0) is not None, told
+        largest.append(live.added)
+        step.step(inputs, 1.0)
+    # A replay on a CPU has activations, unlike that of a graph. What was accumulated before it is copied.
+    assert largest[0] <= written + bytes_of(model) + SMALL
+    assert largest[-1] <= written + 2 * bytes_of(model) + SMALL
+
+
+def test_gradients_are_added_while_the_backward_pass_runs() -> None:
+    model, batches = made("parameters", 1)
+    gradients = GradientSum(list(model.parameters()))
+    gradients.add(model(batches[0]))
+    loss = model(batches[0])
+    with LiveBytes([*model.parameters(), *gradients.values]) as live:
+        gradients.add(loss)
+    assert live.added <= 3 * bytes_of(model.layers[0])
+    model(batches[0]).backward()
+    for parameter, value in zip(model.parameters(), gradients.values, strict=True):
+        assert value is not None and parameter.grad is not None
+        torch.testing.assert_close(value, 2 * parameter.grad, rtol=0.0, atol=0.0)
+
+
+def test_adding_gradients_leaves_no_hook_and_calls_those_of_training_only_once() -> None:
+    model, batches = made("parameters", 1)
+    first, second = model.layers[0].weight, model.layers[1].weight
+    first.register_hook(lambda gradient: 2 * gradient)
+    called: list[Any] = []
+    second.register_post_accumulate_grad_hook(called.append)
+    expected = torch.autograd.grad(model(batches[0]), list(model.parameters()))
+    gradients = GradientSum(list(model.parameters()))
+    gradients.add(model(batches[0]))
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients.values, strict=True) if b is not None)
+    assert len(first._backward_hooks) == 1 and second._backward_hooks is None and not called
+
+
+class Inside(torch.autograd.Function):
+    """A matrix product whose backward pass runs another one, with the parameter itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x @ weight, [x, weight], 3 * gradient)
+
+
+def test_gradients_of_unusual_functions_and_parameters_are_added_too() -> None:
+    torch.manual_seed(0)
+    table, weight = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.randn(3, 4))
+    parameters = [table.weight, weight, nn.Parameter(torch.ones(2))]
+
+    def loss() -> Tensor:
+        return Inside.apply(table(torch.tensor([0, 1, 1])), weight).square().sum()  # type: ignore[no-untyped-call]
+
+    expected = torch.autograd.grad(loss(), parameters, allow_unused=True)
+    gradients = GradientSum(parameters)
+    for _ in range(2):
+        gradients.add(loss())
+    gradients.scale(0.5)
+    assert gradients.values[2] is None
+    for a, b in zip(expected[:2], gradients.values[:2], strict=True):
+        torch.testing.assert_close(a.to_dense(), b.to_dense())  # type: ignore[union-attr]
+
+
+def test_norms_in_pieces_are_those_of_whole_gradients() -> None:
+    torch.manual_seed(0)
+    shapes = [(40, 50), (), (3,), (2, 3000), (0, 4)]
+    a, b = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    a[0], b[0] = a[0].t(), b[0].t()
+    for (apart, size), x, y in zip(squared_norms(a, b), a, b, strict=True):
+        assert apart == pytest.approx(float((x.double() - y.double()).square().sum()), rel=1e-12)
+        assert size == pytest.approx(float(x.double().square().sum()), rel=1e-12)
+    (alone,) = squared_norms([None], [a[0]])
+    assert alone == (pytest.approx(float(a[0].double().square().sum())), 0.0)
+
+
+def test_equal_gradients_are_kept_once() -> None:
+    known = [torch.ones(3), torch.ones(2), None, torch.ones(1)]
+    values: list[Tensor | None] = [torch.ones(3), torch.zeros(2), None, None]
+    share_equal(values, known)
+    assert values[0] is known[0] and values[1] is not known[1] and values[2:] == [None, None]
+
+
+# ---- in training ----------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """Bytes of tensors before a call, and by how many it raised them."""
+
+    before: int
+    added: int
+
+
+@contextmanager
+def watched(kind: type, name: str, live: LiveBytes, found: list[Call]) -> Iterator[None]:
+    """Append the memory of each call of a method to `found`."""
+    method = getattr(kind, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()  # watching can keep tensors alive that are freed at once otherwise
+        before, start = live.peak, live.now
+        live.peak = start
+        try:
+            return method(*args, **kwargs)
+        finally:
+            found.append(Call(start, live.peak - start))
+            live.peak = max(before, live.peak)
+
+    setattr(kind, name, call)
+    try:
+        yield
+    finally:
+        setattr(kind, name, method)
+
+
+def run(model: nn.Module, data: Any, folder: Any, kind: type, name: str, **options: Any) -> list[Call]:
+    """Train, and return the memory of each call of a method."""
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 16, "max_steps": 4, "report_to": "none", "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, **options,
+    }  # fmt: skip
+    live = LiveBytes(model.parameters())
+    found: list[Call] = []
+    with live, watched(kind, name, live, found):
+        Trainer(model, TrainingArguments(str(folder), **arguments), train_dataset=data).train()
+    assert found
+    return found
+
+
+def most(calls: list[Call]) -> int:
+    return max(call.added for call in calls)
+
+
+class Convolutions(nn.Module):
+    """Convolutions of images, whose activations are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Conv2d(3 if not i else 16, 16, 3, padding=1) for i in range(4))
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = pixel_values
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        logits = self.last(x.mean((2, 3)))
+        return {"loss": nn.functional.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+def images(count: int = 128) -> list[dict[str, Tensor]]:
+    made = torch.randn(count, 3, 24, 24, generator=torch.Generator().manual_seed(2))
+    return [{"pixel_values": image, "labels": torch.tensor(i % 5)} for i, image in enumerate(made)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_inferring_the_loss_takes_no_more_than_training(
+    bf16: bool, accumulation: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"bf16": bf16, "gradient_accumulation_steps": accumulation}
+    written = run(Convolutions(), images(), tmp_path / "off", Trainer, "training_step", speed="off", **options)
+    monkeypatch.setattr(regions, "COMPILING_DEVICES", ("cpu",))
+    monkeypatch.setattr(cost, "MARGIN", 0.0)
+    monkeypatch.setattr(Acceleration, "region_backend", "aot_eager")
+    found = run(Convolutions(), images(), tmp_path / "max", LossProbe, "measure", speed="max", **options)
+    assert most(found) <= most(written)
+
+
+def test_the_whole_update_is_compared_without_the_gradients_of_a_few_samples(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def gpt2() -> Any:
+        torch.manual_seed(3)
+        config = transformers.GPT2Config(
+            vocab_size=2000, n_embd=64, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
+        )
+        return transformers.GPT2LMHeadModel(config)
+
+    ids = torch.randint(0, 2000, (128, 16), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
+    written = run(gpt2(), data, tmp_path / "off", Trainer, "training_step", speed="off")
+    found = run(gpt2(), data, tmp_path / "max", Prover, "update", speed="max")
+    weights = bytes_of(gpt2())
+    assert found[0].before < 1.5 * weights
+    # The gradients of the reference; and the sandbox of so small a model has a copy of its weights.
+    assert most(found) <= most(written) + 2 * weights + SMALL
