@@ -108,9 +108,7 @@ def data_of(lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
     return samples(lengths)
 
 
-@pytest.mark.parametrize(
-    "lengths", [LENGTHS, pytest.param(ALIKE, marks=pytest.mark.grid)], ids=["ragged", "alike"]
-)
+@pytest.mark.parametrize("lengths", [LENGTHS, pytest.param(ALIKE, marks=pytest.mark.grid)], ids=["ragged", "alike"])
 @pytest.mark.parametrize("name", EXACT)
 def test_an_update_is_that_of_one_batch(name: str, lengths: tuple[int, ...], tmp_path: Any) -> None:
     loss, kind = EXACT[name]
@@ -206,6 +204,28 @@ def test_what_is_made_of_no_parts_is_said(loss: Any, split: tuple[int, int], tmp
     told = [text for text in trainer._loopwright.notices.told if "depends on its split" in text]
     assert len(told) == 1 and "(sum, count)" in told[0]
     assert trainer._loopwright.run.accounting.is_additive is False and trainer._loopwright.run.accounting.reason
+
+
+def eight_hardest(outputs: Any, labels: Tensor) -> Tensor:
+    """A sum over samples, as long as there are no more than eight."""
+    loss, _ = each_token(outputs["logits"].float(), labels)
+    return loss.sum(-1).topk(min(8, len(labels))).values.sum()
+
+
+@pytest.mark.parametrize("in_half", [True, False])
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize(("loss", "kind"), [(eight_hardest, LossKind.OTHER), (over_items, LossKind.MEAN)])
+def test_what_half_of_the_samples_show_must_hold_for_all(
+    loss: Any, kind: LossKind, size: int, in_half: bool, tmp_path: Any
+) -> None:
+    data = data_of(tuple(2 + number % 5 for number in range(32)))
+    trainer = trainer_of(
+        made(Tokens).float(), data, tmp_path, compute_loss_func=loss, max_steps=1, bf16=in_half,
+        per_device_train_batch_size=size, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    found = trainer._loopwright.run.accounting
+    assert found.kind is kind and found.is_additive is (kind is LossKind.MEAN), found.reason
 
 
 @pytest.mark.parametrize("loss", ODD, ids=lambda loss: loss.__name__)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import loopwright
-from loopwright import ArgumentsError, DataError, TrainingArguments
+from loopwright import ArgumentsError, DataError, ModelError, TrainingArguments
 from tests.models import ShiftedTokens, Tokens, made, pad, samples, summed, trainer_of, weights
 
 LENGTHS = {"web": (11, 31, 5, 17, 3, 29), "code": (8, 2, 60, 9), "talk": (4, 13)}
@@ -110,7 +110,7 @@ class Stream(IterableDataset):
     [
         ({"a": samples(), "b": samples()}, {"a": 1}, "'b' is in one of them only"),
         ({"alpha": samples()}, {"alpha": 1, "alpa": 2}, "'alpa' is in one of them only.*did you mean 'alpha'"),
-        (samples(), {"a": 1}, "train_dataset_weights needs train_dataset={name: dataset}"),
+        (samples(), {"a": 1}, "train_dataset_weights needs several training datasets, train_dataset={name: dataset}"),
         ({"a": Stream()}, None, r"train_dataset\['a'\] is a stream"),
         ({"a": []}, None, r"training \(a\) dataset is empty"),
         ({}, None, "name each dataset"),
@@ -144,3 +144,13 @@ def test_the_splits_of_a_dataset_are_not_mixed(tmp_path: Any) -> None:
 def test_wrong_weights_are_named(given: Any, words: str) -> None:
     with pytest.raises(ArgumentsError, match=rf"train_dataset_weights.*({words})"):
         TrainingArguments("run", train_dataset_weights=given, use_cpu=True)
+
+
+def test_a_named_value_is_not_mixed_with_the_loss_of_a_dataset(tmp_path: Any) -> None:
+    class Named(loopwright.Trainer):
+        def compute_loss(self, model: Any, inputs: Any) -> Any:
+            return model(**inputs)["loss"], {"loss_web": 7.0}
+
+    trainer = trainer_of(made(Tokens), sources(), tmp_path, cls=Named, **OPTIONS)
+    with pytest.raises(ModelError, match="'loss_web', which is the loss of a dataset of train_dataset; use another"):
+        trainer.train()

@@ -162,10 +162,11 @@ def test_a_loss_function_may_have_named_values(tmp_path: Any) -> None:
         ({}, "an empty dict"),
         ((1, {"learning_rate": 1.0}), "'learning_rate', which cannot be logged"),
         ((1, {3: 1.0}), "a value named 3"),
+        ((1, {"eval_kl": 1.0}), "'eval_kl', which cannot be logged beside the loss"),
         ((1, {"logits": torch.zeros(2, 3)}), r"'logits' that is a Tensor of shape \(2, 3\)"),
         ((1, {"text": "many"}), "'text' that is a str: many"),
     ],
-    ids=["empty", "taken", "number", "tensor", "text"],
+    ids=["empty", "taken", "number", "evaluation", "tensor", "text"],
 )
 def test_what_cannot_be_logged_is_named(tmp_path: Any, result: Any, words: str) -> None:
     class Odd(loopwright.Trainer):

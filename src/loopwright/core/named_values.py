@@ -11,6 +11,8 @@ from ..errors import ModelError
 
 TAKEN = ("loss", "grad_norm", "learning_rate", "epoch", "step", "nonfinite_steps", "num_input_tokens_seen")
 """Names of the log that a loss cannot use."""
+OF_EVALUATIONS = "eval_"
+"""How the names of evaluations begin: a row of the log with one of them is an evaluation."""
 
 Gather = Callable[[list[float]], list[list[float]]]
 """The numbers of every rank, in lists of one length."""
@@ -18,10 +20,10 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 def check_name(name: Any) -> None:
     """Raise unless a value may be logged by this name."""
-    if not isinstance(name, str) or not name or name in TAKEN:
+    if not isinstance(name, str) or not name or name in TAKEN or name.startswith(OF_EVALUATIONS):
         raise ModelError(
             f"the loss has a value named {name!r}, which cannot be logged beside the loss; use another name (not "
-            f"{', '.join(TAKEN)})"
+            f"{', '.join(TAKEN)}, and not {OF_EVALUATIONS}...)"
         )
 
 

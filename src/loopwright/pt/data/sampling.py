@@ -37,8 +37,8 @@ class Sampling(Shapes):
         if not isinstance(given, Mapping):
             if weights is not None:
                 raise ArgumentsError(
-                    f"train_dataset_weights needs train_dataset={{name: dataset}}, but train_dataset is a "
-                    f"{type(given).__name__}; name the datasets, or remove the weights"
+                    f"train_dataset_weights needs several training datasets, train_dataset={{name: dataset}}, but "
+                    f"train_dataset is a {type(given).__name__}; name the datasets, or remove the weights"
                 )
             return given
         if self._mixed_of is not given or self._mixed is None:

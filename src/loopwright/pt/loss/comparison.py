@@ -129,6 +129,31 @@ def look(
     return Finding(tuple(fitting), counts_empty=empty)
 
 
+def fitting_all(
+    probe: LossProbe,
+    pieces: tuple[Any, list[Any]],
+    believed: tuple[Denominator, ...],
+    *,
+    label_names: list[str],
+    items_of: Callable[[Any], Any],
+) -> tuple[Denominator, ...]:
+    """Those of the believed denominators that fit a batch and its parts; all of them if it is not informative.
+
+    This takes the precision of training, and no gradients, and so no more memory than training.
+    """
+    whole, parts = pieces
+    for keeps_graph in (False, True):  # a loss may need gradients itself
+        try:
+            with probe.as_trained(keeps_graph=keeps_graph), probe.trying():
+                found = [probe.measure(each, items_of(each), with_gradient=False) for each in (whole, *parts)]
+                equation = Equation(found[0], found[1:], parts)
+                fitting = tuple(by for by in believed if equation.fits(by, label_names, probe))
+            return fitting if equation.tells else believed
+        except Exception:  # any error of the user's loss: what is known stays
+            continue
+    return believed
+
+
 def pieces_of(
     batches: list[Any],
     splitter: BatchSplitter,
@@ -143,15 +168,18 @@ def pieces_of(
     cuts = _cuts(first, size, splitter, label_names, rivals) if size > 1 else []
     if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # not informative without another batch
         alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else batches[1:2]
-        joined = splitter.join([first, *alike[: JOINED - 1]], may_ignore=may_ignore, pad_token=pad_token)
-        if joined is not None and count_samples(joined) > size:
+        # Half of each, if they have many samples: together they take the memory of one micro-batch.
+        halves = [splitter.half_of(batch) for batch in [first, *alike[: JOINED - 1]]]
+        joined = splitter.join(halves, may_ignore=may_ignore, pad_token=pad_token)
+        if joined is not None and count_samples(joined) > count_samples(halves[0]):
             first, size = joined, count_samples(joined)
             cuts = _cuts(first, size, splitter, label_names, rivals)
         elif size == 1:
             raise CannotSplit("micro-batches have one sample each and cannot be joined")
     pieces = [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
     if first is batches[0] and len(batches) > 1 and _places_in(first) + _places_in(batches[1]) <= FEW_PLACES:
-        both = splitter.join(batches[:2], may_ignore=may_ignore, pad_token=pad_token)
+        halves = [splitter.half_of(batch) for batch in batches[:2]]
+        size, both = count_samples(halves[0]), splitter.join(halves, may_ignore=may_ignore, pad_token=pad_token)
         if both is not None and count_samples(both) > size:  # the split in question
             pieces.append((both, splitter.split(both, [size, count_samples(both) - size])))
     return pieces

@@ -8,7 +8,18 @@ from functools import partial
 from typing import Any
 
 from . import messages as notices
-from .comparison import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of, width_of
+from .comparison import (
+    Finding,
+    Pieces,
+    fitting_all,
+    look,
+    may_be_ignored,
+    padding_is_neutral,
+    part_of,
+    pieces_of,
+    rows_of,
+    width_of,
+)
 from .denominator import ITEMS, NOTHING, SAMPLES, Denominator, candidates
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
@@ -145,11 +156,25 @@ class LossFindings:
     def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
         """Compute the loss of a batch and of its parts to infer which targets it counts and its denominator.
 
-        If a batch is not informative, the next one is used; of a very long one, a part is used. After an error the
-        question stays open.
+        Of long batches a part is used. If one is not informative, the next is; after an error the question stays open.
         """
         batches = batches if _is_several(batches) else [batches]
         splitter = BatchSplitter(self.label_names) if splitter is None else splitter
+        halves = [splitter.half_of(each) for each in batches] if probe.may_leave_half else batches
+        before, trouble = self.state_dict(), self.trouble
+        self._learn_from(halves, probe, splitter)
+        if all(splitter.half_of(each) is each for each in batches[:2]) or (halves is batches and len(batches) == 1):
+            return  # nothing was left out
+        splitter.may_halve = False
+        try:
+            if not self._holds_for_all(batches, probe, splitter):
+                self.load_state_dict(before)
+                self.trouble = trouble
+                self._learn_from(batches, probe, splitter)
+        finally:
+            splitter.may_halve = True
+
+    def _learn_from(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
         if self._shift is None and self._knows_all_but_shift() and self._shift_is_no_matter(batches[0]):
             return  # not informative; nothing was computed
         self._looks += 1
@@ -164,6 +189,28 @@ class LossFindings:
             self.trouble = (
                 f"{self.reason}. It is weighted by {self.denominator.described()}; return (sum, count) to be exact"
             )
+
+    def _holds_for_all(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> bool:
+        """Whether what half of the samples showed fits all of them: losses may choose samples, or count to a limit."""
+        if not self.is_additive or (self.kind is LossKind.SCALED and self.is_trusted):
+            return True  # nothing was concluded, or nothing was compared
+        found = self._believed()
+        try:
+            pieces = self._pieces([rows_of(batch, self.label_names) for batch in batches[:2]], probe, splitter)
+        except Exception:  # an error of the user's loss, or a batch that cannot be split: what is known stays
+            return True
+        for each in pieces:
+            items_of = self._items_told(each[0])
+            found = fitting_all(probe, each, found, label_names=self.label_names, items_of=items_of)
+        if len(self.rivals) > 1 and found:
+            self.rivals = found
+        return bool(found)
+
+    def _believed(self) -> tuple[Denominator, ...]:
+        """The denominators of a loss that has been compared."""
+        if self.kind in (LossKind.SCALED, LossKind.SUM):
+            return (Denominator(NOTHING),)
+        return self.rivals or (Denominator(shifted=self.shifts),)
 
     def _tried(
         self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter, whole: list[Any] | None = None
@@ -277,17 +324,21 @@ class LossFindings:
 
     def _looked(self, pieces: Pieces, probe: LossProbe) -> Finding:
         whole = pieces[0][0]
-        wanted, items_of = [Denominator(NOTHING)], self.items_in
-        if self.kind is LossKind.SCALED:
-            all_items = self.items_in(whole)
-            items_of = lambda batch: all_items if all_items is not None else count_samples(whole)  # noqa: E731
-        elif self.kind is LossKind.MIXED:
+        wanted, items_of = [Denominator(NOTHING)], self._items_told(whole)
+        if self.kind is LossKind.MIXED:
             wanted = [Denominator(shifted=self.shifts)]
-        elif self.kind is not LossKind.SUM:
+        elif self.kind not in (LossKind.SCALED, LossKind.SUM):
             wanted = list(self.rivals) if len(self.rivals) > 1 else self._candidates(whole)
         return look(
             probe, pieces, wanted, label_names=self.label_names, items_of=items_of, check_seed=len(self.rivals) < 2
         )
+
+    def _items_told(self, whole: Any) -> Callable[[Any], Any]:
+        """The num_items_in_batch of a batch and of its parts: a loss that divides by it gets that of the whole."""
+        if self.kind is not LossKind.SCALED:
+            return self.items_in
+        items = self.items_in(whole)
+        return lambda batch: items if items is not None else count_samples(whole)
 
     def _candidates(self, batch: Any) -> list[Denominator]:
         shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)

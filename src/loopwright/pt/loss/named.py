@@ -70,9 +70,24 @@ class NamedLosses:
         """Whether the update has any; a plain attribute, because it is read in every update."""
         self._divides: dict[str, bool] = {}
         """Whether a value is divided by num_items_in_batch, by name; absent while it is not known."""
+        self._names: tuple[set[str], set[str]] = (set(), set())
+        """The names that the loss has used, and those of the losses of datasets."""
 
     def add(self, values: Values, micro: MicroBatch, items: Any) -> None:
         """Add the values of a micro-batch."""
+        self._names[0].update(values)
+        self._check_names()
+        self._give(values, micro, items)
+
+    def _check_names(self) -> None:
+        both = self._names[0] & self._names[1]
+        if both:
+            raise ModelError(
+                f"the loss has a value named {min(both)!r}, which is the loss of a dataset of train_dataset; use "
+                "another name"
+            )
+
+    def _give(self, values: Values, micro: MicroBatch, items: Any) -> None:
         if not micro.is_dummy:
             self.has_any = True
             self._given.append(Given({name: _detached(value) for name, value in values.items()}, micro, items))
@@ -81,8 +96,10 @@ class NamedLosses:
         """Add the loss of a micro-batch whose samples are all of one dataset, as it was given and weighted."""
         if micro.is_dummy:
             return
+        self._names[1].add(name)
+        self._check_names()
         if isinstance(given, (tuple, list)):
-            self.add({name: tuple(given)}, micro, None)
+            self._give({name: tuple(given)}, micro, None)
         else:
             self.has_any = True
             self._weighted.append((name, weighted.detach(), micro))

@@ -90,6 +90,17 @@ class LossProbe:
 
     _mode: bool | None = None
 
+    @contextmanager
+    def as_trained(self, *, keeps_graph: bool) -> Iterator[None]:
+        """A context in which losses have the precision of training, with what their gradients would need or without."""
+        before = self.may_leave_half, self._in_half, self.tolerance, self.is_exact, self._with_gradients
+        self.may_leave_half, self._in_half = False, before[0] or before[1]
+        self._with_gradients = self._with_gradients and keeps_graph
+        try:
+            yield
+        finally:
+            self.may_leave_half, self._in_half, self.tolerance, self.is_exact, self._with_gradients = before
+
     def loss(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Any:
         """The loss of a batch, from the same state each time; another seed shows whether it uses random numbers."""
         with self.trying():

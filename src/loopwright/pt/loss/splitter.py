@@ -35,6 +35,10 @@ class CannotSplit(Exception):
     """A batch has an entry that may or may not have one row per sample."""
 
 
+ENOUGH = 8
+"""Samples of a batch of which half are just as informative: fewer may not show how a loss couples samples."""
+
+
 class BatchSplitter:
     """Infers which entries of batches have one row per sample: by name, from several batch sizes, or from two samples.
 
@@ -57,6 +61,7 @@ class BatchSplitter:
         self._proved: dict[Path, bool] = {}
         """Whether an entry has one row per sample, where that was tested."""
         self._asked = False
+        self.may_halve = True
 
     def see(self, batch: Any) -> None:
         """Record the length of every entry of a batch of this size."""
@@ -90,6 +95,18 @@ class BatchSplitter:
             step = max(-(-size // parts), 1)
             pieces += self.split(batch, [min(step, size - start) for start in range(0, max(size, 1), step)])
         return pieces
+
+    def half_of(self, batch: Any) -> Any:
+        """Half of a batch's samples; all of them if they are few or cannot be split.
+
+        In single precision they take the memory that all of them take in half precision.
+        """
+        if count_samples(batch) < ENOUGH or not self.may_halve:
+            return batch
+        try:
+            return self.split_all([batch], 2)[0]
+        except CannotSplit:
+            return batch
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
