@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,104 @@ def test_a_changed_configuration_is_not_resumed(tmp_path: Path, capfd: pytest.Ca
         may_continue(load_config(config, [f"data.train={tmp_path / 'other.csv'}", "resume_from_checkpoint=auto"]))
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "problem"),
+    [
+        (["report", "nowhere"], 2, "nowhere is not a folder"),
+        (["watch", "nowhere"], 2, "nowhere is not a folder"),
+        (["compare", "nowhere", "nowhere"], 2, "nowhere is not a folder"),
+        (["search", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["check", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["ctl", "nowhere", "save"], 2, "there is no folder 'nowhere'"),
+        (["report"], 2, "see `loopwright report --help`"),
+        (["watch", "--bogus"], 2, "see `loopwright watch --help`"),
+        (["env", "--bogus"], 2, "see `loopwright env --help`"),
+    ],
+)
+def test_the_error_of_any_command_is_a_json_object(
+    words: list[str], code: int, problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended = main([*words, "--json"])
+    except SystemExit as stop:
+        ended = stop.code
+    error = json.loads(capfd.readouterr().out)
+    assert (ended, error["code"]) == (code, code) and problem in error["error"] and error["kind"]
+
+
+def test_the_words_of_a_script_are_not_those_of_a_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("loopwright.cli.main._load", lambda command: lambda words: sys.exit(2))
+    for name, expected in (("run", ""), ("launch", ""), ("env", '"code": 2}\n')):
+        with pytest.raises(SystemExit):
+            main([name, "own.py", "--json"])
+        assert capfd.readouterr().out[-len('"code": 2}\n') :] == expected
+
+
+def test_the_schema_of_the_data_is_that_of_each_task(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "data"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (
+        "messages_column" in found["chat"]["properties"] and "image_size" in found["image-classification"]["properties"]
+    )
+
+
+def test_places_that_cannot_be_written(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path(config).parent
+    assert main(["train", config]) == 0
+    (folder / "file").touch()
+    run = next(folder.glob("runs/*"))
+    for words in (
+        ["export", config, "--to", str(folder / "file" / "out")],
+        ["report", str(run), "-o", f"/proc/{folder.name}.html"],
+        ["train", config, f"output_dir={folder / 'file' / 'out'}"],
+    ):
+        capfd.readouterr()
+        assert main(words) == 2
+        shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("loopwright: ")]
+        assert len(shown) == 1 and "cannot be written (" in shown[0] and "; choose another" in shown[0]
+
+
+def test_check_finds_what_a_strict_run_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path, "table-classification"))
+    held = tmp_path / "held.csv"
+    held.write_text("a,b,target\n1,2,never seen\n")
+    words = [config, f"data.validation={held}", "data.validation_share=null"]
+    assert main(["check", *words, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert "'never seen' (1)" in found["notes"][0] and not found["problems"]
+    assert main(["check", *words, "strict=true"]) == 1
+    assert "problem: " in capfd.readouterr().out
+    assert main(["train", *words, "strict=true"]) == 2
+
+
+def test_dates_are_shown_as_they_were_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, line in (("a.toml", "run_name = 2020-01-31"), ("a.yaml", "run_name: 2020-01-31")):
+        task = 'task = "causal-lm"' if name.endswith("toml") else "task: causal-lm"
+        (tmp_path / name).write_text(f"{task}\n{line}\n")
+        assert main(["train", str(tmp_path / name)]) == 2
+        assert f"{name}:2: run_name: 2020-01-31 is not text; put it in quotes" in capfd.readouterr().err
+
+
+def test_numbers_that_are_not_finite_are_texts_in_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path, "table-regression", learning_rate=1e30, max_steps=8))
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert main(["check", config, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out, parse_constant=refused)
+    assert found["metrics"]["eval_loss"] == "NaN"
+
+
+def test_the_block_of_another_command_is_named(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = Path(config)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "search": {"space": {"learning_rate": [1, 2]}}}))
+    assert main(["train", config]) == 2
+    assert "'search' is a block of `loopwright search`; remove it, or run that command" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["search", "--help"])
+    assert "learning_rate: {log_uniform: [1e-5, 1e-2]}" in capfd.readouterr().out

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from loopwright.config import trial
-from loopwright.config.trial import HEAVIEST, STRIDE, WARM, TrialClock
-from loopwright.core.ledger import COMPILING, DATA, PARTS, PREPARING, PROVING, SAVING, UPDATES, Seconds
+from loopwright.config.trial import HEAVIEST, SAVED, STRIDE, WARM, TrialClock
+from loopwright.core.ledger import COMPILING, DATA, EVALUATION, PARTS, PREPARING, PROVING, SAVING, UPDATES, Seconds
 
 pytestmark = pytest.mark.usefixtures("no_limit")
 
@@ -89,6 +89,33 @@ def test_a_slow_update_in_the_first_half_is_counted_once() -> None:
     clock = run(Device(), [*same(1.0, 6), {"updates": 30.0}, *same(1.0, 23)])
     assert clock.first == 7
     assert clock.times() == pytest.approx((29.0, 1.0))
+
+
+def test_updates_that_become_faster_are_timed_when_they_are_fast() -> None:
+    """Kernels that are loaded when a shape first occurs, for example."""
+    clock = run(Device(), [*same(2.0, 14), *same(1.0, 16)])
+    slower, usual = clock.times()
+    assert usual == pytest.approx(1.0, rel=0.05) and slower == pytest.approx(14.0, rel=0.15)
+
+
+def test_the_first_evaluation_is_slower_once() -> None:
+    device = Device()
+    clock = TrialClock(device.wait, device.spent)
+    clock.evaluates, clock.saves_early = True, False
+    state: Any = SimpleNamespace(global_step=0, max_steps=12)
+    asked, args = [], None
+    clock.on_train_begin(args, state, SimpleNamespace())
+    for number in range(12):
+        device.add(1.0)
+        state.global_step += 1
+        control = SimpleNamespace(should_evaluate=False)
+        clock.on_step_end(args, state, control)
+        if control.should_evaluate:
+            asked.append(number)
+            device.seconds[EVALUATION] += 3.0 if len(asked) == 1 else 0.5
+            clock.on_evaluate(args, state, control, metrics={"eval_loss": 1.0})
+    assert asked == [SAVED, 11] and clock.evaluations == [3.0, 0.5]
+    assert clock.times() == pytest.approx((0.0, 1.0))
 
 
 def test_updates_of_a_device_that_computes_later_are_timed_between_waits() -> None:

@@ -94,6 +94,48 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
             "<|start|>assistant\n«yes 2<|end|>»\n"
         ),
     ),
+    "instruction and response": (
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}### Instruction:\n{{ m.content }}\n\n"
+            "{% elif m.role == 'assistant' %}### Response:\n{{ m.content }}[EOS]\n\n{% else %}{{ m.content }}\n\n"
+            "{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+        ),
+        [SYSTEM, *TALK],
+        (
+            "very small\n\n### Instruction:\nwhat is red\n\n### Response:\n«the cat[EOS]»\n\n"
+            "### Instruction:\nand blue\n\n### Response:\n«not the dog[EOS]»\n\n"
+        ),
+    ),
+    "names with colons": (
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}"
+            "[EOS]{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+        ),
+        TALK,
+        "USER: what is red ASSISTANT:« the cat[EOS]»USER: and blue ASSISTANT:« not the dog[EOS]»",
+    ),
+    "without a generation prompt": (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}",
+        TALK[:2],
+        "<|start|>user\nwhat is red<|end|>\n«<|start|>assistant\nthe cat<|end|>»\n",
+    ),
+    "marks of transformers": (
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+            "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+        TALK[:2],
+        "<|im_start|>user\nwhat is red<|im_end|><|im_start|>assistant\n«the cat<|im_end|>»",
+    ),
+    "two answers in a row": (
+        CHATML,
+        [TALK[0], TALK[1], TALK[3]],
+        (
+            "<|im_start|>user\nwhat is red<|im_end|>\n<|im_start|>assistant\n«the cat<|im_end|>»\n"
+            "<|im_start|>assistant\n«not the dog<|im_end|>»\n"
+        ),
+    ),
 }
 
 
@@ -165,6 +207,24 @@ def test_the_prompt_of_each_answer_is_what_a_model_is_given(shape: str, tokenize
             ),
             "message 3",
         ),
+        # The generation prompt is there although it was not asked for.
+        (f"{CHATML}<|im_start|>assistant\n", "the conversation up to message 3 is not a prefix of the whole one"),
+        # The last message ends in another way than the others.
+        (
+            CHATML.replace("<|im_end|>", "{% if loop.last %}[EOS]{% else %}<|im_end|>{% endif %}"),
+            "the conversation up to message 3 is not a prefix of the whole one",
+        ),
+        ("{{ messages | length }}" + CHATML, "the conversation up to message 3 is not a prefix of the whole one"),
+        (CHATML.replace("in messages", "in messages | reverse"), "message 3"),
+        (
+            CHATML.replace("in messages", "in messages if message.role == 'user'"),
+            "the generation prompt before message 3",
+        ),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}[EOS]{% endfor %}",
+            "leaves out message 3 (assistant), so there is nothing to train",
+        ),
+        ("hello", "leaves out message 3 (assistant), so there is nothing to train"),
         ("{{ raise_exception('roles must alternate') }}", "(roles must alternate)"),
         ("{% for m in messages %}{{ m.content.upper }", "cannot render the conversation up to message 5"),
     ],
@@ -238,3 +298,42 @@ def test_a_template_of_a_file_is_used(tmp_path: Path) -> None:
     trainer = build_trainer(load_config(path))
     text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
     assert "<|start|>model" in text
+
+
+def test_a_list_that_a_template_takes_for_a_text_is_refused(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "the cat"}]
+    talk = [TALK[0], {"role": "assistant", "content": parts}]
+    with pytest.raises(
+        TemplateError, match=r"takes the content of message 2 \(assistant\) for a text, but it is a list"
+    ):
+        masked(talk, renderer(tokenizer, CHATML), tokenizer)
+    for_lists = CHATML.replace(
+        "{{ message.content }}",
+        "{% if message.content is string %}{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %}",
+    )
+    assert masked(talk, renderer(tokenizer, for_lists), tokenizer).trained == 3
+
+
+def test_messages_that_a_template_leaves_out_are_counted_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = chat_config(tmp_path, [{"messages": [SYSTEM, *TALK]}] * 2 + [{"messages": TALK}], chat_template="mine.jinja")
+    (tmp_path / "mine.jinja").write_text(CHATML.replace("in messages", "in messages if message.role != 'system'"))
+    with caplog.at_level("WARNING", logger="loopwright"):
+        build_trainer(load_config(path))
+    assert (
+        "in 2 of 3 conversations the chat template leaves out or changes the text of a message of the role 'system'"
+        in (caplog.text)
+    )
+    caplog.clear()
+    (tmp_path / "mine.jinja").write_text(CHATML.replace("message.content", "message.content | trim"))
+    with caplog.at_level("WARNING", logger="loopwright"):
+        build_trainer(load_config(path))
+    assert "leaves out" not in caplog.text
+
+
+def test_the_sample_that_check_shows_is_one_that_is_trained(tmp_path: Path) -> None:
+    path = chat_config(tmp_path, [{"messages": TALK[:1]}, {"messages": TALK}])
+    config = load_config(path)
+    sample = config.task.build(config.request()).sample
+    assert sample is not None and any(trained for _, trained in sample())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from loopwright.config import build_trainer, load_config
+from loopwright.config.continuing import may_continue
 from loopwright.errors import ArgumentsError, DataError, LoopwrightError, MissingPackage, ModelError
 from loopwright.tasks.table import TASKS
 from tests.tasks import tiny
@@ -71,6 +73,15 @@ def test_the_head_of_a_classifier_is_trained_with_its_adapter(folder: Path) -> N
         config = load_config(write_config(folder, task, lora=options, output_dir=f"runs/head-{task}"))
         names = [name for name, p in build_trainer(config).model.named_parameters() if p.requires_grad]
         assert any("classifier" in name and "lora" not in name for name in names)
+
+
+def test_the_lists_of_an_adapter_stay_as_they_were_written(folder: Path) -> None:
+    adapter = {"r": 4, "target_modules": ["query"], "modules_to_save": ["dense"]}
+    path = write_config(folder, "text-classification", lora=adapter, output_dir="runs/lora-lists")
+    config = load_config(path)
+    build_trainer(config).train()
+    assert config.lora is not None and config.lora.modules_to_save == ["dense"]
+    assert may_continue(load_config(path)) is None, "the same configuration resumes"
 
 
 def test_four_bits_need_bitsandbytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,3 +273,192 @@ def test_a_held_out_part_depends_on_the_seed_only(folder: Path) -> None:
     other = build_trainer(load_config(path, ["seed=7"])).eval_dataset
     key = [tuple(sample["features"]) for sample in first]
     assert key == [tuple(sample["features"]) for sample in second] != [tuple(sample["features"]) for sample in other]
+
+
+UNSEEN = "1 of the classes of the validation data do not occur in the training data"
+
+
+@pytest.mark.parametrize(
+    ("task", "good", "other"),
+    [
+        ("text-classification", {"text": "red cat"}, {"text": "red", "label": "rare"}),
+        ("token-classification", {"tokens": ["red"]}, {"tokens": ["red"], "tags": ["rare"]}),
+        ("table-classification", {"a": 1}, {"a": 2, "target": "rare"}),
+    ],
+)
+def test_a_class_that_only_the_validation_data_have_is_told(
+    task: str, good: dict[str, Any], other: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    def labelled(name: str) -> dict[str, Any]:
+        key = {"text-classification": "label", "token-classification": "tags"}.get(task, "target")
+        return {**good, key: [name] if key == "tags" else name}
+
+    train = tiny.write_rows(tmp_path / "train.jsonl", [labelled("a"), labelled("b")] * 4)
+    words = [f"data.train={train}", "data.validation_share=null"]
+    path = write_config(folder, task)
+    for name, rest in (("known", []), ("unseen", [other] * 3)):
+        held = tiny.write_rows(tmp_path / f"{name}.jsonl", [labelled("a"), *rest])
+        config = load_config(path, [*words, f"data.validation={held}"])
+        notes = config.task.build(config.request()).notes
+        assert len(notes) == (name == "unseen"), notes
+    assert notes[0].startswith(f"{held}: {UNSEEN}") and "'rare' (3)" in notes[0]
+    with pytest.raises(LoopwrightError, match="an error because strict=True"):
+        build_trainer(load_config(path, [*words, f"data.validation={held}", "strict=true"]))
+
+
+def test_a_class_of_images_whose_only_one_is_held_out_is_told(folder: Path, tmp_path: Path) -> None:
+    images = tiny.images(tmp_path / "images", count=3)
+    (images / "rare").mkdir()
+    shutil.copy(images / "dark" / "0.png", images / "rare" / "0.png")
+    path = write_config(folder, "image-classification")
+    told = []
+    for seed in range(8):
+        config = load_config(path, [f"data.train={images}", f"seed={seed}"])
+        told += config.task.build(config.request()).notes
+    assert told and all(UNSEEN in note and "'rare' (1)" in note for note in told)
+
+
+def test_two_spellings_of_a_class_are_told(folder: Path, tmp_path: Path) -> None:
+    spelt = [{"text": "red cat", "label": label} for label in ("good", "bad", "Good ") * 3]
+    data = tiny.write_rows(tmp_path / "train.jsonl", spelt)
+    words = [f"data.train={data}", "data.validation_share=null"]
+    config = load_config(write_config(folder, "text-classification"), words)
+    (note,) = config.task.build(config.request()).notes
+    assert "the column 'label' has the classes 'good' and 'Good ', which differ only in case or white space" in note
+
+
+def test_texts_that_are_left_out_are_counted(folder: Path, tmp_path: Path) -> None:
+    data = tiny.write_rows(tmp_path / "train.jsonl", [{"text": text} for text in ("red cat sees", "", "a") * 2])
+    path = write_config(folder, "causal-lm")
+    for words, left in (["data.join=true"], "2 of 6 texts are empty"), (["data.join=false"], "4 of 6 texts have fewer"):
+        config = load_config(path, [f"data.train={data}", "data.validation_share=null", *words])
+        assert [left in note for note in config.task.build(config.request()).notes] == [True]
+
+
+def test_a_regression_of_arrays_of_any_shape_has_one_output_for_each_row(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(16, 3, 4)), target=np.arange(16.0))
+    words = [f"data.train={tmp_path / 'a.npz'}", "data.validation_share=null"]
+    trainer = build_trainer(load_config(write_config(tmp_path, "table-regression"), words))
+    outputs = trainer.model(**trainer.data_collator([trainer.train_dataset[index] for index in range(16)]))
+    difference = outputs["logits"] - torch.arange(16.0)
+    assert outputs["logits"].shape == (16,) and torch.allclose(outputs["loss"], difference.square().mean())
+
+
+def test_labels_of_the_configuration_are_different(folder: Path) -> None:
+    with pytest.raises(ArgumentsError, match="data.labels has the class 'colour' more than once"):
+        build_trainer(load_config(write_config(folder, "text-classification"), ["data.labels=[colour, colour]"]))
+
+
+def test_recordings_whose_text_cannot_be_learned_are_told(folder: Path, tmp_path: Path) -> None:
+    source = tiny.recordings(tmp_path / "sounds")
+    recorded = [json.loads(line) for line in source.read_text().splitlines()]
+    path = write_config(folder, "speech-to-text")
+
+    def notes_of(texts: dict[int, str]) -> list[str]:
+        changed = [{**row, "text": texts.get(index, row["text"])} for index, row in enumerate(recorded)]
+        data = tiny.write_rows(source.parent / "changed.jsonl", changed)
+        config = load_config(path, [f"data.train={data}", "data.validation_share=null"])
+        return config.task.build(config.request()).notes
+
+    assert notes_of({}) == []
+    (unknown,) = notes_of({0: "AA A", 5: "é"})
+    assert (
+        "2 of 12 texts have characters that are not in the tokenizer's vocabulary" in unknown and "abcdefghi" in unknown
+    )
+    (short,) = notes_of({3: "a" * 30})  # the model makes 38 frames, and 59 are needed
+    assert "1 of 12 recordings are too short for their texts" in short
+    assert notes_of({3: "ab" * 15}) == []
+    with pytest.raises(DataError, match="row 8: text='' has no token"):
+        notes_of({7: ""})
+    with pytest.raises(DataError, match="all 12 recordings are too short for their texts"):
+        notes_of(dict.fromkeys(range(12), "a" * 90))
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "image-classification"])
+def test_several_sources_are_mixed_and_have_a_loss_each(task: str, folder: Path) -> None:
+    path = write_config(folder, task, output_dir=f"runs/mixed-{task}")
+    values = json.loads(path.read_text())
+    name = Path(values["data"]["train"]).relative_to(folder)
+    values["data"]["train"] = {"web": str(name), "code": f"{name.parent}/{name.name}"}
+    path.write_text(json.dumps(values))
+    weights = {"web": 0.75, "code": [[0, 0.25], [3, 0.5]]}
+    config = load_config(path, [f"train_dataset_weights={json.dumps(weights)}", "gradient_accumulation_steps=2"])
+    assert config.data.train == {"web": str(folder / name), "code": str(folder / name)}
+    trainer = build_trainer(config)
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert all({"loss_web", "loss_code"} & {*row} for row in logged)
+    assert {"loss_web", "loss_code"} <= {key for row in logged for key in row}
+
+
+def test_rows_of_several_sources_have_the_numbers_of_their_file(folder: Path, tmp_path: Path) -> None:
+    good = [{"text": "red cat", "label": index % 2} for index in range(4)]
+    first = tiny.write_rows(tmp_path / "first.jsonl", good)
+    second = tiny.write_rows(tmp_path / "second.jsonl", [*good[:2], {"text": None, "label": 1}, *good])
+    path = write_config(folder, "text-classification")
+    words = [f"data.train={{a: {first}, b: {second}}}"]
+    with pytest.raises(DataError, match=r"second.jsonl: row 3: text=None is not text"):
+        build_trainer(load_config(path, words))
+    tiny.write_rows(second, [*good, *good])
+    trainer = build_trainer(load_config(path, [*words, "data.validation_share=null", "data.max_train_samples=3"]))
+    assert {name: len(part) for name, part in trainer.train_dataset.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["data.train={}"], "must be a file, a folder or a name, or a mapping of names to them"),
+        (["data.train={a: 5}"], "must be a file, a folder or a name, or a mapping of names to them"),
+        (["data.train="], "must be a file, a folder or a name, or a mapping of names to them"),
+        (["data.train={a: numbrs.csv}"], "there is no file or folder 'numbrs.csv'"),
+        (["train_dataset_weights={a: 1}"], "train_dataset_weights needs several training datasets"),
+        (["data.train={a: numbers.csv, b: numbers.csv}", "train_dataset_weights={a: 1}"], "'b' is in one of them only"),
+    ],
+)
+def test_sources_that_cannot_be_mixed(
+    words: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_config(tmp_path, "table-regression")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoopwrightError, match=problem):
+        build_trainer(load_config(path, words)).train()
+
+
+def test_a_path_on_the_command_line_is_not_read_as_yaml(tmp_path: Path) -> None:
+    data = tmp_path / "a: [b] #1.csv"
+    tiny.table(tmp_path / "numbers.csv").rename(data)
+    config = load_config(write_config(tmp_path, "table-regression"), [f"data.train={data}"])
+    assert config.data.train == str(data) and len(build_trainer(config).train_dataset) == 45
+
+
+def test_classes_of_a_saved_dataset_have_their_names(folder: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    label = datasets.ClassLabel(names=["bad", "good"])
+    texts = datasets.Features({"text": datasets.Value("string"), "label": label})
+    rows = [{"text": "red cat", "label": index % 2} for index in range(8)]
+    datasets.Dataset.from_list(rows, features=texts).save_to_disk(str(tmp_path / "texts"))
+    words = [f"data.train={tmp_path / 'texts'}"]
+    trainer = build_trainer(load_config(write_config(folder, "text-classification"), words))
+    assert trainer.model.config.id2label == {0: "bad", 1: "good"}
+    tags = datasets.Features(
+        {
+            "tokens": datasets.List(datasets.Value("string")),
+            "tags": datasets.List(datasets.ClassLabel(names=["O", "B-X"])),
+        }
+    )
+    tagged = [{"tokens": ["red", "cat"], "tags": [1, 0]}] * 8
+    datasets.Dataset.from_list(tagged, features=tags).save_to_disk(str(tmp_path / "tags"))
+    words = [f"data.train={tmp_path / 'tags'}"]
+    trainer = build_trainer(load_config(write_config(folder, "token-classification"), words))
+    assert {*trainer.model.config.id2label.values()} == {"O", "B-X"}
+
+
+def test_hidden_files_are_no_data(folder: Path, tmp_path: Path) -> None:
+    tiny.classified(tmp_path / "train.jsonl")
+    (tmp_path / "._train.jsonl").write_bytes(b"\0 of another system")
+    words = [f"data.train={tmp_path}", "data.validation_share=null"]
+    assert len(build_trainer(load_config(write_config(folder, "text-classification"), words)).train_dataset) == 48
+    images = tiny.images(tmp_path / "images")
+    (images / "dark" / "._0.png").write_bytes(b"\0 of another system")
+    words = [f"data.train={images}", "data.validation_share=null"]
+    assert len(build_trainer(load_config(write_config(folder, "image-classification"), words)).train_dataset) == 24

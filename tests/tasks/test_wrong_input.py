@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loopwright.cli.main import main
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model of each kind."""
     path = tmp_path_factory.mktemp("wrong")
-    for kind in ("bert", "vit", "llama", "wav2vec2"):
+    for kind in ("bert", "vit", "llama", "wav2vec2", "gpt2", "t5"):
         model_folder(path, kind)
     return path
 
@@ -56,6 +57,20 @@ USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "cont
         ("table-regression", "a.jsonl", "[" * 100_000, "a.jsonl:1: not JSON"),
         ("table-regression", "a.json", "[" * 100_000, "a.json: not JSON"),
         ("table-regression", "a.npz", "PK\x03\x04 cut off", "is not a file of numpy's savez"),
+        ("table-regression", "a.jsonl", rows({"a": 10**400, "target": 1}, {"a": 1, "target": 1}), "row 1: a=1000000"),
+        ("table-regression", "a.csv", "a,target\n1,2\n3,nan\n", "row 2: target='nan' is not a finite number"),
+        ("text-classification", "a.jsonl", '{"text": "a", "text": "b"}', "a.jsonl:1: not JSON (the key 'text' is"),
+        ("text-classification", "a.json", '[{"text": "a", "text": "b"}]', "a.json: not JSON (the key 'text' is"),
+        (
+            "text-classification", "a.jsonl", rows(*GOOD, {"text": "red \ud800", "label": 1}),
+            "a.jsonl:9: '\\ud800' is half of a character (a surrogate); write the whole one",
+        ),
+        (
+            "text-classification", "a.jsonl", rows(*GOOD, {"text": "red cat " * 80, "label": 1}),
+            "data.max_length: a sample has 240 tokens, and the model has 128 positions; set data.max_length to 128 or",
+        ),
+        ("seq2seq", "a.jsonl", rows(*[{"source": "a", "target": ""}] * 4), "the tokenizer makes no token of target=''"),
+        ("causal-lm", "a.jsonl", rows(*[{"text": ""}] * 4), "all 3 texts are empty; there is nothing to train on"),
         ("text-classification", "a.jsonl", rows(*GOOD, {"text": "a", "label": float("nan")}), "row 9: label=nan is"),
         ("text-classification", "a.jsonl", rows(*GOOD, {"text": "a", "label": float("inf")}), "row 9: label=inf is"),
         ("text-classification", "a.jsonl", rows(*GOOD, {"text": "", "label": 1}), "row 9: the tokenizer makes"),
@@ -84,6 +99,56 @@ def test_wrong_data(
 ) -> None:
     (folder / name).write_text(content)
     assert problem in refused(["train", str(write_config(folder, task)), f"data.train={folder / name}"], capfd)
+
+
+@pytest.mark.parametrize(
+    ("target", "features", "problem"),
+    [
+        (
+            np.zeros((8, 3)),
+            np.zeros((8, 2)),
+            "'target' has 3 numbers in each row, and the target of a regression is one",
+        ),
+        (np.zeros(8), np.full((8, 2), np.nan), "x has a value that is not a finite number of 32 bits; replace it"),
+        (np.zeros(8), np.full((8, 2), 1e300), "x has a value that is not a finite number of 32 bits; replace it"),
+        (np.zeros(8), np.full((8, 2), "a"), "has <U1 of shape (6, 2); the inputs must be at least one real number"),
+        (np.zeros(8), np.zeros((8, 0)), "has float64 of shape (6, 0); the inputs must be at least one real number"),
+        (np.zeros(0), np.zeros((0, 2)), "has no rows"),
+    ],
+)
+def test_arrays_that_are_no_table(
+    target: Any, features: Any, problem: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "a.npz", x=features, target=target)
+    path = write_config(tmp_path, "table-regression")
+    assert problem in refused(["train", str(path), f"data.train={tmp_path / 'a.npz'}"], capfd)
+
+
+@pytest.mark.parametrize(
+    ("answers", "question", "problem"),
+    [
+        (
+            {"text": "cat", "answer_start": 4},
+            "what",
+            "needs the lists text, of texts, and answer_start, of as many int",
+        ),
+        ({"text": ["cat"], "answer_start": ["4"]}, "what", "needs the lists text"),
+        ({"text": ["cat", "cat"], "answer_start": [4]}, "what", "needs the lists text"),
+        ({"text": [None], "answer_start": [4]}, "what", "needs the lists text"),
+        (
+            {"text": [], "answer_start": []},
+            "what is " * 30,
+            "which leaves 0 of data.max_length=40 for the context, not",
+        ),
+    ],
+)
+def test_questions_that_have_no_answer(
+    answers: Any, question: str, problem: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    row = {"question": question, "context": "red cat sees the blue dog", "answers": answers}
+    (folder / "asked.jsonl").write_text(rows(*[row] * 4))
+    path = write_config(folder, "question-answering")
+    assert problem in refused(["train", str(path), f"data.train={folder / 'asked.jsonl'}"], capfd)
 
 
 def test_rows_have_their_numbers_of_the_file_although_some_are_held_out(
@@ -210,6 +275,77 @@ def test_code_of_the_user_that_fails(
     assert problem in shown and f"mine.py:{line})" in shown
 
 
+MODULES = """
+import torch
+from torch import nn
+
+class Broken(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs.reshape(-1, 5))
+
+def too_wide(): return nn.Linear(7, 1)
+def broken(): return Broken(5, 1)
+def five(): return nn.Linear(2, 5)
+def as_many_as_rows(): return nn.Linear(2, 8)
+def no_tensor():
+    return nn.LSTM(2, 1)
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize(
+    ("task", "name", "problem"),
+    [
+        (
+            "table-regression",
+            "too_wide",
+            "'mine.py:too_wide' cannot compute these data: RuntimeError: mat1 and mat2 sh",
+        ),
+        ("table-regression", "broken", "mine.py:7); raised in Broken.forward"),
+        ("table-regression", "five", "the module Linear returned outputs of shape (8, 5) for 8 rows; for a regression"),
+        ("table-regression", "as_many_as_rows", "it must return a tensor of shape (8, 1)"),
+        ("table-regression", "no_tensor", "the module LSTM returned tuple for 8 rows"),
+        ("table-classification", "five", "for 2 classes it must return a tensor of shape (8, 2)"),
+    ],
+)
+def test_a_module_of_the_user_that_does_not_fit_the_data(
+    command: str, task: str, name: str, problem: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(MODULES)
+    assert problem in refused([command, str(write_config(tmp_path, task)), f"model=mine.py:{name}"], capfd)
+
+
+def test_an_error_of_a_model_after_the_first_update_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Late(nn.Linear):\n"
+        "    def forward(self, inputs):\n"
+        "        if self.training and (self.weight != self.first).any():\n"
+        "            raise RuntimeError('late')\n"
+        "        return super().forward(inputs)\n"
+        "def late():\n"
+        "    made = Late(2, 1)\n"
+        "    made.register_buffer('first', made.weight.detach().clone())\n"
+        "    return made\n"
+    )
+    path = write_config(tmp_path, "table-regression")
+    with pytest.raises(RuntimeError, match="late"):
+        main(["train", str(path), "model=mine.py:late"])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["lora={r: 4}"], "lora adapts trained weights, and 'mlp' has none; remove it"),
+        (["model.name=mlp", "model.dtype=bfloat16"], "model.dtype is not for the model 'mlp'; remove it"),
+    ],
+)
+def test_what_a_perceptron_would_ignore_is_refused(
+    words: list[str], problem: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert problem in refused(["train", str(write_config(tmp_path, "table-regression")), *words], capfd)
+
+
 def test_a_template_that_is_not_utf8(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.jinja").write_bytes("é".encode("latin-1"))
     path = write_config(folder, "chat")
@@ -225,3 +361,31 @@ def test_words_of_commands_that_cannot_be_done(tmp_path: Path, capfd: pytest.Cap
     assert "so the run has no adapter" in refused(["export", path, "--to", str(tmp_path / "x"), "--adapter"], capfd)
     assert "there is no folder" in refused(["report", run, "-o", str(tmp_path / "no" / "x.html")], capfd)
     assert "is a folder; name a file in it" in refused(["report", run, "-o", str(tmp_path)], capfd)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["lora={modules_to_save: [clasifier]}"], "the model has no module 'clasifier'; did you mean 'classifier'?"),
+        (
+            ["model.options={hidden_dropout_prob: much}", "model.name=MODEL"],
+            "model.options: hidden_dropout_prob='much'",
+        ),
+        (["eval_strategy=epoch", "data.validation_share=null"], "but there is no validation data; set data.validation"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_or_the_data(
+    words: list[str], problem: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("MODEL", model_folder(folder, "bert")) for word in words]
+    assert problem in refused(["train", str(write_config(folder, "text-classification")), *words], capfd)
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "chat"])
+def test_a_model_that_sees_the_next_token_is_no_causal_one(
+    task: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_config(folder, task))
+    model = f"model.name={model_folder(folder, 'bert')}"
+    assert "is a bert model, in which a token sees the later ones" in refused(["train", path, model], capfd)
+    assert main(["train", path, model, "model.options={is_decoder: true}", "max_steps=1"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date, time
 from enum import Enum
 from typing import Any
 
@@ -48,7 +49,8 @@ def short_value(name: str, value: Any) -> str:
 def short(value: Any) -> str:
     """The repr of a value for a message, shortened and with secrets masked; its type if it has none."""
     try:
-        text = masked_text(repr(value))
+        # A date that YAML or TOML has read is shown as it was written.
+        text = str(value) if isinstance(value, (date, time)) else masked_text(repr(value))
     except Exception:  # a value of the user's may raise anything, and an int has too many digits to print
         return f"<{type(value).__name__}>"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."

@@ -6,10 +6,12 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import DONE, FAILED, Result, Usage, Words, run_command
+from .model_errors import model_errors
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -45,9 +47,10 @@ def _check(words: Words) -> Result:
     with tempfile.TemporaryDirectory(prefix="loopwright-check-", ignore_cleanup_errors=True) as folder:
         trial = load_config(path, [*words.overrides, *SETTINGS, f"output_dir={folder}/run"])
         materials = trial.task.build(trial.request())
-        trainer, measured = run_trial(trial, materials, started=started, saves=lambda made: saves_of(config, made))
+        with model_errors(config, words, lambda: 0):
+            trainer, measured = run_trial(trial, materials, started=started, saves=lambda made: saves_of(config, made))
         words.is_input = False
-        report = report_of(config, trainer, measured)
+        report = report_of(config, trainer, measured, materials.notes)
         report["sample"] = materials.sample() if materials.sample is not None else None
     return Result(report, text_of(report), DONE if not report["problems"] else FAILED)
 
@@ -60,8 +63,8 @@ def saves_of(config: Config, trainer: Trainer) -> int:
     return occurrences(config.args.save_strategy, config.args.save_steps, plan.max_steps, plan.updates_per_epoch)
 
 
-def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, Any]:
-    """Everything that the trial has shown, in JSON types."""
+def report_of(config: Config, trainer: Trainer, found: Measured, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that the trial has shown, in JSON types; `notes` were printed when the data were read."""
     from ..config.trial import occurrences
     from ..core.host_memory import free_memory, host_load
     from .explain import plan_of
@@ -70,7 +73,7 @@ def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, An
     steps, per_epoch = plan["steps"], plan["steps_per_epoch"]
     saves = saves_of(config, trainer)
     evaluations = occurrences(args.eval_strategy, args.eval_steps or args.logging_steps, steps, per_epoch)
-    evaluation = (found.evaluation_seconds or 0.0) * evaluations
+    evaluation = (found.evaluation_seconds or 0.0) * evaluations + found.first_evaluation_seconds * bool(evaluations)
     seconds = {
         "start": found.start_seconds,
         "once": found.once_seconds,
@@ -92,8 +95,10 @@ def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, An
         "loaded_step": found.loaded_step,
         "speed": found.speed.as_dict(),
         "speed_text": str(found.speed),
+        "notes": list(notes),
     }
-    report["problems"] = list(problems_of(report))
+    refused = [f"{note} (an error because strict=True)" for note in notes if args.strict]
+    report["problems"] = [*problems_of(report), *refused]
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -93,8 +94,8 @@ def run_command(usage: Usage, words: Sequence[str], work: Callable[[Words], Resu
         else:
             result = _worked(usage, words, found, work)
     except LoopwrightError as error:
-        is_input = found.is_input or isinstance(error, DataError)  # an unreadable sample may come late
-        return _report(error, as_json, BAD_INPUT if is_input else FAILED)
+        is_input = found.is_input or isinstance(error, (ArgumentsError, DataError))  # these may be found late
+        return report_error(error, as_json, BAD_INPUT if is_input else FAILED)
     if as_json:
         print(json.dumps(_masked({**result.data, "code": result.code}), default=str))
     elif result.text:
@@ -103,7 +104,9 @@ def run_command(usage: Usage, words: Sequence[str], work: Callable[[Words], Resu
 
 
 def _masked(value: Any) -> Any:
-    """JSON values without the credentials and tokens in their texts."""
+    """JSON values without the credentials and tokens in their texts; NaN, which JSON does not have, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
         return masked_text(value)
     if isinstance(value, dict):
@@ -116,7 +119,8 @@ def _worked(usage: Usage, words: Sequence[str], found: Words, work: Callable[[Wo
     return work(found)
 
 
-def _report(error: LoopwrightError, as_json: bool, code: int) -> int:
+def report_error(error: LoopwrightError, as_json: bool, code: int) -> int:
+    """Print an error as one line, and as JSON if that was requested; returns its exit code."""
     text = masked_text(str(error))
     print(f"loopwright: {text}", file=sys.stderr)
     if as_json:

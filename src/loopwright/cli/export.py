@@ -67,7 +67,7 @@ def _export(words: Words) -> Result:
 
 def _target(words: Words) -> Path:
     text = words.options.get("--to")
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not text:
         raise ArgumentsError("loopwright export needs --to FOLDER, the folder to write")
     path = Path(text)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -132,7 +132,7 @@ def _difference_to_trained(trainer: Trainer, config: Config, checkpoint: Path) -
 
 
 def _one_sample(trainer: Trainer) -> Any:
-    return trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
+    return trainer._prepare_inputs(trainer.data_collator([trainer._loopwright.data.training_data()[0]]))
 
 
 def _outputs(model: Any, batch: Any) -> Any:
@@ -146,14 +146,18 @@ def _write(trainer: Trainer, target: Path) -> None:
     from ..pt.checkpoint.weights import export_writer
 
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         export_writer(trainer.model, trainer.model.state_dict())(temporary)
         if hasattr(trainer.processing_class, "save_pretrained"):
             trainer.processing_class.save_pretrained(str(temporary))
         if target.is_dir():
             target.rmdir()
         os.replace(temporary, target)
+    except OSError as error:
+        raise ArgumentsError(
+            f"--to {target} cannot be written ({error.strerror or error}); choose another folder"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

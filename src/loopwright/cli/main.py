@@ -6,6 +6,7 @@ same command resumes); 130 interrupted by the user.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -50,6 +51,8 @@ COMMANDS: dict[str, Command] = {
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
     "watch": Command("loopwright.cli.watch:run", "follow a run in the terminal, also one of another process"),
 }
+SCRIPTS = ("launch", "run")
+"""Commands whose words are those of a script."""
 _FLAGS = {"--version": "version", "-V": "version"}
 
 
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(_unknown(words[0]), file=sys.stderr)
         return BAD_INPUT
-    return _run(_load(COMMANDS[name]), words[1:])
+    return _run(name, words[1:])
 
 
 def usage() -> str:
@@ -88,11 +91,12 @@ def _load(command: Command) -> Callable[[list[str]], int]:
     return run
 
 
-def _run(run: Callable[[list[str]], int], words: list[str]) -> int:
+def _run(name: str, words: list[str]) -> int:
     from ..errors import ArgumentsError, LoopwrightError
 
+    as_json = "--json" in words and name not in SCRIPTS
     try:
-        return run(words)
+        return _load(COMMANDS[name])(words)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -100,8 +104,14 @@ def _run(run: Callable[[list[str]], int], words: list[str]) -> int:
         sys.stderr.close()
         return DONE
     except LoopwrightError as error:
-        print(f"loopwright: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, ArgumentsError) else FAILED
+        from .command import report_error
+
+        return report_error(error, as_json, BAD_INPUT if isinstance(error, ArgumentsError) else FAILED)
+    except SystemExit as stop:
+        if as_json and stop.code == BAD_INPUT:  # argparse has printed the reason
+            text = f"wrong arguments; see `loopwright {name} --help`"
+            print(json.dumps({"error": text, "kind": ArgumentsError.__name__, "code": BAD_INPUT}))
+        raise
 
 
 def _unknown(word: str) -> str:

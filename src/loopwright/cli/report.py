@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..errors import ArgumentsError
+from ..errors import ArgumentsError, OutputError
 from ..report.data_file import write_data
 from ..report.document import document
 from ..report.folder import open_run
@@ -39,8 +39,14 @@ def run(words: list[str]) -> int:
         raise ArgumentsError(f"--output {options.output} is a folder; name a file in it, such as {FILE}")
     beside = len(views) == 1 and options.output is None
     path = views[0].folder / FILE if beside else options.output or Path(FILE)
-    write_page(path, found, follows=beside)
-    if beside:
-        write_data(views[0].folder, found)
+    try:
+        write_page(path, found, follows=beside)
+        if beside:
+            write_data(views[0].folder, found)
+    except OutputError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise ArgumentsError(f"{path} cannot be written ({reason}); choose another file with --output") from None
     print(path)
     return 0

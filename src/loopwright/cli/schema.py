@@ -10,8 +10,8 @@ from .command import Result, Usage, Words, run_command
 USAGE = Usage(
     "schema",
     "[KEY]",
-    "Print the JSON schema of configurations, or of one key. Editors complete and check configurations with it: "
-    "loopwright schema > loopwright.schema.json",
+    "Print the JSON schema of configurations, or of one key; of the key 'data', that of each task. Editors complete "
+    "and check configurations with it: loopwright schema > loopwright.schema.json",
 )
 
 
@@ -22,8 +22,11 @@ def run(words: list[str]) -> int:
 
 def _schema(words: Words) -> Result:
     from ..args.field import nearest
-    from ..config.schema import json_schema
+    from ..config.schema import data_schemas, json_schema
 
+    if words.positional == ["data"]:
+        blocks = data_schemas()
+        return Result(blocks, json.dumps(blocks, indent=1))
     schema = json_schema()
     if not words.positional:
         return Result(schema, json.dumps(schema, indent=1))

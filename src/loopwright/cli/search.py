@@ -51,7 +51,9 @@ REFUSED = ("ray", "wandb", "population")
 
 def run(words: list[str]) -> int:
     """Search; returns the exit code."""
-    parser = argparse.ArgumentParser("loopwright search", description="Search for good values of a training command.")
+    parser = argparse.ArgumentParser(
+        "loopwright search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", help="a YAML file with a `search:` block")
     parser.add_argument("--dry-run", action="store_true", help="print the space and its size, and start nothing")
     parser.add_argument("--no-measure", action="store_true", help="do not measure the first trial to predict the time")
@@ -102,7 +104,7 @@ def read_config(path: Path) -> CommandSearch:
     except (OSError, yaml.YAMLError) as error:
         raise ArgumentsError(f"{path} cannot be read: {error}") from None
     if not isinstance(document, Mapping) or not isinstance(document.get("search"), Mapping):
-        raise ArgumentsError(f"{path} has no block `search:`; see `python -m pydoc {__name__}` for its form")
+        raise ArgumentsError(f"{path} has no block `search:`; see `loopwright search --help` for its form")
     block = document["search"]
     problems = [f"search: unknown key {name!r}{nearest(str(name), KEYS)}" for name in block if name not in KEYS]
     if "space" not in block:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..report.page import FILE
 from .command import INTERRUPTED, STOPPED, Result, Usage, Words, run_command
 from .early_signals import StoppedEarly, stopped_early
+from .model_errors import model_errors
 
 if TYPE_CHECKING:
+    from ..config import Config
     from ..pt.trainer import Trainer
 
 USAGE = Usage(
@@ -28,12 +30,13 @@ def run(words: list[str]) -> int:
 def _train(words: Words) -> Result:
     try:
         with stopped_early():
-            trainer, resume = _built(words)
+            config, trainer, resume = _built(words)
     except StoppedEarly:
         return Result({"status": "interrupted", "step": 0, "checkpoint": None}, code=STOPPED)
     internals = trainer._loopwright
     try:
-        output = trainer.train(resume_from_checkpoint=resume)
+        with model_errors(config, words, lambda: trainer.state.global_step):
+            output = trainer.train(resume_from_checkpoint=resume)
     except KeyboardInterrupt:
         return _stopped(trainer, STOPPED if _can_resume(trainer) else INTERRUPTED)
     except SystemExit as stop:
@@ -43,17 +46,17 @@ def _train(words: Words) -> Result:
     data = {"status": "finished", **_place(trainer), "metrics": output.metrics}
     report = Path(str(trainer.args.output_dir), FILE)
     place = f"open {report} in a browser" if report.is_file() else f"the run is in {trainer.args.output_dir}"
-    return Result(data, f"finished after {output.global_step:,} steps; {place}")
+    return Result(data, f"finished after {output.global_step:,} step{'s' * (output.global_step != 1)}; {place}")
 
 
-def _built(words: Words) -> tuple[Trainer, bool | None]:
-    """The trainer of the configuration, and whether it may resume."""
+def _built(words: Words) -> tuple[Config, Trainer, bool | None]:
+    """The configuration with its trainer, and whether it may resume."""
     from ..config import build_trainer, load_config
     from ..config.continuing import may_continue
 
     config = load_config(words.first("a configuration file"), words.overrides)
     resume = may_continue(config)
-    return build_trainer(config), resume
+    return config, build_trainer(config), resume
 
 
 def _stopped(trainer: Trainer, code: int) -> Result:

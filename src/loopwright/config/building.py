@@ -41,10 +41,12 @@ def trainer_of(config: Config, materials: Materials) -> Trainer:
     """The trainer of a configuration whose model and data were loaded."""
     from ..pt.seq2seq import Seq2SeqTrainer
     from ..pt.trainer import Trainer
-    from ..tasks.models import check_ids
+    from ..tasks.models import check_ids, check_lengths
 
-    check_ids(materials.model, materials.train_dataset)
-    check_ids(materials.model, materials.eval_dataset)
+    given = materials.train_dataset
+    for samples in (*(given.values() if isinstance(given, dict) else [given]), materials.eval_dataset):
+        check_ids(materials.model, samples)
+        check_lengths(materials.model, samples, config.request())
     kind = Seq2SeqTrainer if config.task.generates else Trainer
     notices = Notices(strict=config.args.strict, quiet=not config.args.should_log)
     for note in materials.notes:
@@ -54,7 +56,7 @@ def trainer_of(config: Config, materials: Materials) -> Trainer:
         model=materials.model,
         args=config.args,
         data_collator=materials.data_collator,
-        train_dataset=materials.train_dataset,
+        train_dataset=given,
         eval_dataset=materials.eval_dataset,
         processing_class=materials.processing_class,
         compute_metrics=materials.compute_metrics,

@@ -55,6 +55,7 @@ class _Loading:
         self._check_needed(model, data)
         metrics = self._metrics(top.metrics)
         arguments = self._arguments(values)
+        self._check_evaluation(data, arguments)
         self._stop_if_wrong()
         for name, (value, reason) in derived_arguments(self.document.path, self.task, data, metrics, arguments).items():
             arguments[name] = value
@@ -178,6 +179,14 @@ class _Loading:
             self.problems.append(
                 f"{self._place('data.validation_share')}: data.validation and data.validation_share are both set; "
                 "remove one of them"
+            )
+
+    def _check_evaluation(self, data: DataFields, arguments: Mapping[str, Any]) -> None:
+        strategy = arguments.get("eval_strategy", False)
+        if strategy not in (False, "no") and data.validation is None and not data.validation_share:
+            self.problems.append(
+                f"{self._place('eval_strategy')}: {shown('eval_strategy', strategy)}, but there is no validation data; "
+                "set data.validation or data.validation_share, or remove it"
             )
 
     def _metrics(self, wanted: list[str] | str | None) -> list[str]:

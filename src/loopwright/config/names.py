@@ -20,6 +20,8 @@ FOR_SCRIPTS = {
     "local_rank": "the launcher sets it",
 }
 """Training arguments that only scripts read, and why they are not needed here."""
+OTHER_BLOCKS = {"search": "loopwright search"}
+"""Blocks that only one command reads."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Names:
             return f"unknown key {key!r}{self._advice(key, inner)}"
         if key in FOR_SCRIPTS:
             return f"{key!r} is for scripts: {FOR_SCRIPTS[key]}; remove it"
+        if block in OTHER_BLOCKS:
+            return f"{block!r} is a block of `{OTHER_BLOCKS[block]}`; remove it, or run that command"
         if key in specs(GenerationArgs):
             tasks = ", ".join(name for name, task in TASKS.items() if task.generates)
             return f"{key!r} is for tasks that generate text ({tasks}); remove it"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 
@@ -29,7 +29,7 @@ class Override(NamedTuple):
             if spec is not None and reader_for(spec.hint) is not read_bool and spec.default is not None:
                 raise ArgumentsError(f"command line: {self.shown} needs a value: {self.shown}=VALUE")
             return True
-        if spec is not None and _is_text(spec):
+        if spec is not None and (_is_text(spec) or (_may_be_text(spec) and not self.text.lstrip().startswith("{"))):
             return None if self.text in ("null", "~") and spec.default is None else self.text
         try:
             return yaml.safe_load(self.text)
@@ -73,6 +73,11 @@ def _takes_next(rest: list[str], spec: Spec | None) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _may_be_text(spec: Spec) -> bool:
+    """Whether a field is a path or name, or a mapping of them: YAML would change some characters of a path."""
+    return str in get_args(spec.hint) and any(get_origin(member) is Mapping for member in get_args(spec.hint))
 
 
 def _is_text(spec: Spec) -> bool:

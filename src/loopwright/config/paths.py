@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ MAYBE = {
 
 
 def resolved_path(key: str, value: Any, folder: Path, source: Source | None) -> Any:
-    """A value whose path, if it is one, does not depend on the current folder."""
+    """A value whose path, if it is one, does not depend on the current folder; a mapping with each of its values so."""
+    if isinstance(value, Mapping) and key in MAYBE:
+        return {name: resolved_path(key, each, folder, source) for name, each in value.items()}
     if key not in FOLDERS | MAYBE or not isinstance(value, str) or source is None or source.kind != "file":
         return value
     text = os.path.expanduser(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Union, get_args, get_origin
 
@@ -21,6 +22,7 @@ TYPES: dict[Any, list[str]] = {
     str: ["string"],
     dict: ["object"],
     list: ["array"],
+    Mapping: ["object"],
     type(None): ["null"],
 }
 NUMBER_TEXT = {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}
@@ -42,7 +44,7 @@ def json_schema() -> dict[str, Any]:
             "$schema": {"type": "string"},
             "task": {"enum": list(TASKS), "description": top["task"].help},
             "model": {**model, "description": "The model: a name, or a block of options."},
-            "data": {"type": "object"},
+            "data": {"type": "object", "description": "The data; the keys depend on the task."},
             "lora": {"anyOf": [_block(specs(LoraFields)), {"type": "null"}]},
             "metrics": {"type": ["array", "string"], "items": {"enum": metrics}, "description": top["metrics"].help},
             **{name: _field(spec) for name, spec in arguments.items()},
@@ -51,11 +53,16 @@ def json_schema() -> dict[str, Any]:
         "allOf": [
             {
                 "if": {"properties": {"task": {"const": name}}, "required": ["task"]},
-                "then": {"properties": {"data": _block(specs(task.data))}},
+                "then": {"properties": {"data": block}},
             }
-            for name, task in TASKS.items()
+            for name, block in data_schemas().items()
         ],
     }
+
+
+def data_schemas() -> dict[str, Any]:
+    """The schema of the block `data` of each task."""
+    return {name: _block(specs(task.data)) for name, task in TASKS.items()}
 
 
 def _block(fields: dict[str, Spec]) -> dict[str, Any]:

@@ -34,11 +34,13 @@ WARM = 4
 """Updates that are never timed: the first ones are slower."""
 OUTLIER = 4.0
 """Multiple of the usual time of an update above which it is not a usual one, such as one that compiles."""
+DRIFT = 1.15
+"""Ratio of the times of the first and the second half of the updates from which the device was still warming up."""
 FEWEST, MANY = 6, 60
 """Timed updates."""
 SHORT, ENOUGH, LIMIT = 6.0, 12.0, 30.0
 """Seconds of many timed updates that are enough, of few ones, and of all updates that are too many."""
-FRAGMENTATION = 1.03
+FRAGMENTATION = 1.06
 """Factor on the memory of the process: that of a longer run grows a little, because freed memory is fragmented."""
 STRIDE = 8
 """Updates between two moments at which the trial waits for a device that computes later than the host."""
@@ -75,6 +77,8 @@ class Measured:
     timed_updates: int = 0
     evaluation_seconds: float | None = None
     """Of the whole validation data, estimated from some batches."""
+    first_evaluation_seconds: float = 0.0
+    """By which the first evaluation was slower than a later one."""
     save_seconds: float = 0.0
     """For which a save stops training."""
     end_seconds: float = 0.0
@@ -130,7 +134,8 @@ class TrialClock(TrainerCallback):
         self.stride = 1
         """Updates between two stops."""
         self.save_seconds = 0.0
-        self.evaluation_seconds: float | None = None
+        self.evaluations: list[float] = []
+        """Seconds of each evaluation: a first one, which loads kernels, and one at the end."""
         self.metrics: dict[str, float] = {}
         self.evaluates = False
         self.has_heavy = False
@@ -156,8 +161,9 @@ class TrialClock(TrainerCallback):
         if is_last:
             self.marks.pop()
             self._mark(is_stop=True)
-            control.should_evaluate = self.evaluates
             control.should_training_stop = True
+        if is_last or len(self.marks) == SAVED + 1:
+            control.should_evaluate = self.evaluates
         if self.saves_early and len(self.marks) > SAVED:
             control.should_save = len(self.marks) == SAVED + 1
         elif is_last:
@@ -172,7 +178,7 @@ class TrialClock(TrainerCallback):
             self.stops.append(len(self.marks))
 
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.evaluation_seconds = self._spent()[EVALUATION] - self.marks[-1][EVALUATION]
+        self.evaluations.append(self._spent()[EVALUATION] - self.marks[-1][EVALUATION])
         self.metrics = dict(metrics or {})
 
     def seconds(self) -> list[float]:
@@ -190,7 +196,11 @@ class TrialClock(TrainerCallback):
         ends = self.stops[self.stops.index(WARM) :]
         blocks = [(end, statistics.mean(seconds[begin:end])) for begin, end in pairwise(ends)]
         usual = OUTLIER * statistics.median(each for _, each in blocks)
-        slow = [end for end, each in blocks[: len(blocks) // 2] if each > usual]
+        half = len(blocks) // 2
+        slow = [end for end, each in blocks[:half] if each > usual]
+        early, late = ([each for _, each in part if each <= usual] for part in (blocks[:half], blocks[half:]))
+        if len(early) > 1 and late and statistics.mean(early) > DRIFT * statistics.mean(late):
+            return blocks[half - 1][0]
         return slow[-1] if slow else WARM
 
     def times(self) -> tuple[float, float]:
@@ -198,7 +208,9 @@ class TrialClock(TrainerCallback):
         first, seconds = self.first, self.seconds()
         usual = statistics.mean(seconds[first:])
         heavy = range(HEAVIEST - 1, HEAVIEST + 1) if self.has_heavy else ()  # they are not slower, only larger
-        return sum(max(0.0, each - usual) for n, each in enumerate(seconds[:first]) if n not in heavy), usual
+        begin = min(first, WARM)
+        slower = sum(max(0.0, each - usual) for n, each in enumerate(seconds[:begin]) if n not in heavy)
+        return slower + max(0.0, sum(seconds[begin:first]) - usual * (first - begin)), usual
 
     def _is_enough(self) -> bool:
         timed, seconds = len(self.marks) - WARM, 0.0
@@ -248,8 +260,10 @@ def _take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any
     found.once_seconds = end[PROVING] + end[COMPILING] * cached_share()
     found.end_seconds = INTERPRETER + sum(end[part] - last[part] for part in (UPDATES, DATA, SAVING))
     found.save_seconds, found.metrics = clock.save_seconds, clock.metrics
-    if clock.evaluation_seconds is not None:
-        found.evaluation_seconds = clock.evaluation_seconds * len(whole) / max(1, len(trainer.eval_dataset))
+    if clock.evaluations:
+        usual = clock.evaluations[-1]
+        found.first_evaluation_seconds = max(0.0, clock.evaluations[0] - usual)
+        found.evaluation_seconds = usual * len(whole) / max(1, len(trainer.eval_dataset))
 
 
 def cached_share() -> float:

@@ -10,16 +10,18 @@ from .request import Request
 def build(request: Request) -> Materials:
     """Model and data of causal language modelling."""
     from ..pt.data.collators import DataCollatorForLanguageModeling
-    from .models import load_model, load_tokenizer
+    from .models import load_causal_model, load_tokenizer
 
     tokenizer = load_tokenizer(request)
-    train, held = read_blocks(request, tokenizer)
+    notes: list[str] = []
+    train, held = read_blocks(request, tokenizer, notes, fewest=2)
     return Materials(
-        model=load_model(request, "AutoModelForCausalLM"),
+        model=load_causal_model(request),
         train_dataset=train,
         eval_dataset=held,
         processing_class=tokenizer,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        notes=notes,
         **token_metrics(request.metrics, shift=True),
     )
 

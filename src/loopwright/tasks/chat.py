@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..errors import ArgumentsError, DataError, ModelError
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
 from .language import METRICS, token_metrics
-from .readers import Rows, missing_file, need_column, read_splits
+from .readers import Rows, each_source, missing_file, need_column, read_splits
 from .request import Request
 
 
@@ -36,15 +37,15 @@ class ChatData(LengthFields, ChatColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of a chat model."""
     from ..pt.data.collators import DataCollatorForSeq2Seq
-    from .models import load_model, load_tokenizer
+    from .models import load_causal_model, load_tokenizer
 
     tokenizer = load_tokenizer(request)
     _set_template(tokenizer, request)
     train, held = read_splits(request)
     notes: list[str] = []
-    samples = _encoded(train, tokenizer, request, notes)
+    samples = each_source(train, lambda rows: _encoded(rows, tokenizer, request, notes))
     return Materials(
-        model=load_model(request, "AutoModelForCausalLM"),
+        model=load_causal_model(request),
         train_dataset=samples,
         eval_dataset=None if held is None else _encoded(held, tokenizer, request, notes),
         processing_class=tokenizer,
@@ -78,9 +79,11 @@ def _encoded(rows: Rows, tokenizer: Any, request: Request, notes: list[str]) -> 
     """The conversations as tokens with labels; those without a trained token are left out and counted."""
     need_column(rows, request.data.messages_column, "data.messages_column", request)
     samples, without, split = [], 0, 0
+    hidden: Counter[str] = Counter()
     for index in range(len(rows)):
         found = _mask(rows, index, tokenizer, request)
         split += found.split
+        hidden.update(found.hidden)
         if found.trained:
             samples.append(
                 {"input_ids": found.input_ids, "attention_mask": [1] * len(found.input_ids), "labels": found.labels}
@@ -99,6 +102,11 @@ def _encoded(rows: Rows, tokenizer: Any, request: Request, notes: list[str]) -> 
         notes.append(
             f"{rows.name}: {without} of {len(rows)} conversations have no trained token within max_length="
             f"{request.data.max_length} and are left out"
+        )
+    for role, count in hidden.items():
+        notes.append(
+            f"{rows.name}: in {count} of {len(rows)} conversations the chat template leaves out or changes the text of "
+            f"a message of the role {role!r}; see a sample with `loopwright check`, or set data.chat_template"
         )
     if split:
         notes.append(
@@ -145,7 +153,9 @@ def _check_messages(messages: Any, rows: Rows, index: int) -> None:
 
 
 def _first_sample(rows: Rows, tokenizer: Any, request: Request) -> list[tuple[str, bool]]:
-    pieces: list[tuple[str, bool]] = _mask(rows, 0, tokenizer, request).pieces()
+    """The first conversation that is trained."""
+    found = (_mask(rows, index, tokenizer, request) for index in range(len(rows)))
+    pieces: list[tuple[str, bool]] = next(each for each in found if each.trained).pieces()
     return pieces
 
 

@@ -36,6 +36,8 @@ class Masked:
     text: str
     split: int
     """Tokens that are partly inside an answer and partly outside; they are not trained."""
+    hidden: tuple[str, ...] = ()
+    """The roles of messages whose text is not in the rendered conversation."""
 
     @property
     def trained(self) -> int:
@@ -72,8 +74,38 @@ def answer_spans(messages: Sequence[Message], render: Render, ends: Sequence[str
         _check_prefix(
             before, with_answer, index, "the generation prompt before message {} is not a prefix of the text with it"
         )
+        if with_answer == before and message.get("content"):
+            raise TemplateError(
+                f"the chat template leaves out message {index + 1} (assistant), so there is nothing to train. Set "
+                "data.chat_template to a template that renders answers"
+            )
         spans.append((len(before), _end_of(with_answer, len(before), ends)))
     return whole, spans
+
+
+def _check_parts(messages: Sequence[Message], text: str) -> None:
+    """Raise if a content with several parts was rendered as a Python object: the template expects a text."""
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if isinstance(content, list) and content and str(content) in text:
+            raise TemplateError(
+                f"the chat template takes the content of message {number} ({message.get('role')}) for a text, but it "
+                "is a list; write it as a text, or set data.chat_template to a template for lists"
+            )
+
+
+def _hidden(messages: Sequence[Message], text: str) -> tuple[str, ...]:
+    """The roles of messages that the template does not render as they are written."""
+    shown = ("system", "user", "assistant")  # results of tools may be rendered in another form
+    return tuple(
+        dict.fromkeys(
+            message["role"]
+            for message in messages
+            if message.get("role") in shown
+            and isinstance(message.get("content"), str)
+            and message["content"].strip() not in text
+        )
+    )
 
 
 def _rendered(render: Render, messages: list[Message], index: int, *, prompt: bool) -> str:
@@ -110,6 +142,7 @@ def _end_of(text: str, start: int, ends: Sequence[str]) -> int:
 def masked(messages: Sequence[Message], render: Render, tokenizer: Any, max_length: int | None = None) -> Masked:
     """A conversation as tokens; the labels of tokens that are not wholly inside an answer are -100."""
     text, spans = answer_spans(messages, render, _special_tokens(tokenizer))
+    _check_parts(messages, text)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), [tuple(each) for each in encoding["offset_mapping"]]
     labels, split = [], 0
@@ -117,7 +150,8 @@ def masked(messages: Sequence[Message], render: Render, tokenizer: Any, max_leng
         is_inside = end > start and any(first <= start and end <= last for first, last in spans)
         labels.append(token if is_inside else IGNORED)
         split += not is_inside and any(start < edge < end for span in spans for edge in span)
-    return Masked(ids[:max_length], labels[:max_length], offsets[:max_length], text, split)
+    hidden = _hidden(messages, text)
+    return Masked(ids[:max_length], labels[:max_length], offsets[:max_length], text, split, hidden)
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:

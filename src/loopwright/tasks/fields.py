@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..args.field import Group, arg, between, list_of_names, names_or_pattern, one_of, options, positive
+
+
+def sources(value: Any) -> str | None:
+    """A text, or a mapping of names to texts."""
+    texts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else [value]
+    if texts and all(isinstance(text, str) and text for text in texts):
+        return None
+    return "must be a file, a folder or a name, or a mapping of names to them; put texts in quotes"
 
 
 @dataclass
@@ -35,8 +44,12 @@ class DataFields(Group):
 
     title = "data"
 
-    train: str | None = arg(None, "Training data: a file, a folder, or the name of a dataset for `datasets`.")
-    validation: str | None = arg(None, "Validation data, in the same forms.")
+    train: str | Mapping[str, str] | None = arg(
+        None,
+        "Training data: a file, a folder, or the name of a dataset for `datasets`; several by name are mixed.",
+        check=sources,
+    )
+    validation: str | None = arg(None, "Validation data: a file, a folder or the name of a dataset.", check=sources)
     validation_share: float | None = arg(
         None,
         "Fraction of the training data that is held out for validation, chosen by the seed.",
@@ -45,7 +58,9 @@ class DataFields(Group):
     train_split: str = arg("train", "The split to train on, for a dataset of `datasets`.")
     validation_split: str = arg("validation", "The split to validate on, for a dataset of `datasets`.")
     subset: str | None = arg(None, "The configuration of a dataset of `datasets`.")
-    max_train_samples: int | None = arg(None, "Use only this many training samples, the first ones.", check=positive)
+    max_train_samples: int | None = arg(
+        None, "Use only this many training samples, the first ones; of several sources, of each.", check=positive
+    )
     max_validation_samples: int | None = arg(None, "Use only this many validation samples.", check=positive)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,13 @@ def build(request: Request) -> Materials:
     """Model and data of image classification."""
     from ..pt.data.collators import DefaultDataCollator
     from .images import Images, image_files, transform_for
-    from .labels import class_metrics
+    from .labels import class_metrics, unseen_classes
     from .models import known_labels, load_model
 
     data: ImageData = request.data
-    train = image_files(Path(str(data.train)), request.place("data.train"))
+    if not isinstance(data.train, str):
+        raise ArgumentsError(f"{request.place('data.train')}: folders of images cannot be mixed; name one folder")
+    train = image_files(Path(data.train), request.place("data.train"))
     held = None if data.validation is None else image_files(Path(data.validation), request.place("data.validation"))
     names = list(train)
     _check_classes(names, held, request)
@@ -60,6 +63,9 @@ def build(request: Request) -> Materials:
     if data.image_size is not None:
         _check_size(model, transform, request)
 
+    def count(chosen: list[tuple[Path, int]] | None) -> Counter[str]:
+        return Counter(names[label] for _, label in chosen or ())
+
     def samples(chosen: list[tuple[Path, int]]) -> Any:
         return Images([file for file, _ in chosen], [label for _, label in chosen], transform)
 
@@ -70,6 +76,7 @@ def build(request: Request) -> Materials:
         processing_class=transform,
         data_collator=DefaultDataCollator(),
         compute_metrics=class_metrics(request.metrics),
+        notes=unseen_classes(count(pairs), count(held_pairs), str(data.train)),
     )
 
 

@@ -84,7 +84,9 @@ def image_files(folder: Path, place: str) -> dict[str, list[Path]]:
         raise ArgumentsError(f"{place}={str(folder)!r} is a file; it must be a folder with one folder for each class")
     _check_pillow(place)
     found = {
-        each.name: sorted(file for file in each.rglob("*") if file.suffix.lower() in ENDINGS)
+        each.name: sorted(
+            file for file in each.rglob("*") if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
+        )
         for each in sorted(folder.iterdir())
         if each.is_dir() and not each.name.startswith(".")
     }

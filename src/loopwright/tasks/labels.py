@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..args.problems import short
-from ..errors import DataError
+from ..errors import ArgumentsError, DataError
 from .metrics import chosen, class_scores
 from .models import known_labels
 from .readers import Rows
 from .request import Request
 
 MOST_CLASSES = 10_000
+MOST_NAMED = 5
+"""Classes that a note names."""
 
 
 def label_names(
@@ -36,6 +39,9 @@ def label_names(
             for value in row[column] if nested else [row[column]]:
                 found.setdefault(_name(value, rows, index, column), rows.row(index))
     if given is not None:
+        twice = next((name for name in given if given.count(name) > 1), None)
+        if twice is not None:
+            raise ArgumentsError(f"{request.place('data.labels')} has the class {twice!r} more than once; remove one")
         unknown = next((name for name in found if name not in given), None)
         if unknown is not None:
             raise DataError(
@@ -49,6 +55,44 @@ def label_names(
         raise DataError(f"{splits[0].name}: the column {column!r} has only the class {', '.join(found)!r}")
     known = known_labels(request) if order_of_model else []
     return known if {*known} == {*found} else sorted(found, key=_order)
+
+
+def label_notes(
+    train: Rows, held: Rows | None, column: str, *, given: list[str] | None = None, nested: bool = False
+) -> list[str]:
+    """What may be wrong with classes that `label_names` has accepted: unseen ones, and two spellings of one."""
+    trained = _counts(train, column, nested)
+    validated = {} if held is None else _counts(held, column, nested)
+    return [
+        *unseen_classes(trained, validated, "" if held is None else held.name),
+        *([] if given is not None else _alike([*trained, *validated], train.name, column)),
+    ]
+
+
+def _counts(rows: Rows, column: str, nested: bool) -> Counter[str]:
+    return Counter(name_of(value) for row in rows for value in (row[column] if nested else [row[column]]))
+
+
+def unseen_classes(trained: Iterable[str], validated: Mapping[str, int], source: str) -> list[str]:
+    """A note about classes of the validation data that are not trained; `validated` has their numbers of samples."""
+    known = {*trained}
+    unseen = {name: count for name, count in validated.items() if name not in known}
+    if not unseen:
+        return []
+    listed = ", ".join(f"{name!r} ({count:,})" for name, count in list(unseen.items())[:MOST_NAMED])
+    more = f" and {len(unseen) - MOST_NAMED:,} more" if len(unseen) > MOST_NAMED else ""
+    problem = f"{source}: {len(unseen):,} of the classes of the validation data do not occur in the training data"
+    return [f"{problem}, so the model cannot learn them: {listed}{more}; add training samples of them, or remove them"]
+
+
+def _alike(names: Iterable[str], source: str, column: str) -> list[str]:
+    spelt: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        first = spelt.setdefault(" ".join(name.split()).casefold(), name)
+        if first != name:
+            two = f"{source}: the column {column!r} has the classes {first!r} and {name!r}"
+            return [f"{two}, which differ only in case or white space; correct the data if they are the same"]
+    return []
 
 
 def _order(name: str) -> tuple[bool, float, str]:

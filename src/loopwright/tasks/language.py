@@ -9,7 +9,7 @@ from typing import Any
 from ..args.field import Group, arg
 from ..errors import DataError
 from .fields import DataFields, LengthFields
-from .readers import Rows, need_text, read_splits
+from .readers import Rows, each_source, need_text, read_splits
 from .request import Request
 
 METRICS = {
@@ -37,19 +37,31 @@ class CorpusData(LengthFields, CorpusColumns, DataFields):
     """The block `data` of language models."""
 
 
-def read_blocks(request: Request, tokenizer: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The samples to train on and to validate on."""
+def read_blocks(
+    request: Request, tokenizer: Any, notes: list[str], *, fewest: int = 1
+) -> tuple[Any, list[dict[str, Any]] | None]:
+    """The samples to train on, of several sources by name, and to validate on.
+
+    A sample needs `fewest` tokens to have a target; what is left out is added to `notes`.
+    """
     train, held = read_splits(request)
-    return _blocks(train, tokenizer, request), None if held is None else _blocks(held, tokenizer, request)
+
+    def blocks(rows: Rows) -> list[dict[str, Any]]:
+        return _blocks(rows, tokenizer, request, notes, fewest)
+
+    return each_source(train, blocks), None if held is None else blocks(held)
 
 
-def _blocks(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any]]:
+def _blocks(rows: Rows, tokenizer: Any, request: Request, notes: list[str], fewest: int) -> list[dict[str, Any]]:
     data: CorpusData = request.data
     need_text(rows, data.text_column, "data.text_column", request)
-    texts = [row[data.text_column] for row in rows]
+    texts = [row[data.text_column] for row in rows if row[data.text_column]]
     if not data.join:
-        ids = tokenizer(texts, truncation=True, max_length=data.max_length)["input_ids"]
-        return [{"input_ids": each, "attention_mask": [1] * len(each)} for each in ids if each]
+        ids = tokenizer(texts, truncation=True, max_length=data.max_length)["input_ids"] if texts else []
+        ids = [each for each in ids if len(each) >= fewest]
+        _note_left_out(rows, len(ids), notes, fewest)
+        return [{"input_ids": each, "attention_mask": [1] * len(each)} for each in ids]
+    _note_left_out(rows, len(texts), notes, 1)
     ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     joined = list(_joined(tokenizer(texts, add_special_tokens=not ends)["input_ids"], ends))
     length = data.max_length
@@ -59,6 +71,14 @@ def _blocks(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any]
     if not blocks or len(blocks[0]) < 2:
         raise DataError(f"{rows.name}: the texts have fewer than two tokens")
     return [{"input_ids": block, "attention_mask": [1] * len(block)} for block in blocks]
+
+
+def _note_left_out(rows: Rows, kept: int, notes: list[str], fewest: int) -> None:
+    what = "are empty" if fewest == 1 else f"have fewer than {fewest} tokens"
+    if not kept:
+        raise DataError(f"{rows.name}: all {len(rows):,} texts {what}; there is nothing to train on")
+    if kept < len(rows):
+        notes.append(f"{rows.name}: {len(rows) - kept:,} of {len(rows):,} texts {what} and are left out")
 
 
 def _joined(texts: Iterable[list[int]], ends: list[int]) -> Iterable[int]:

@@ -34,13 +34,15 @@ def build(request: Request) -> Materials:
     tokenizer = load_tokenizer(request)
     if tokenizer.mask_token is None:
         raise ModelError(f"{request.place('model.name')}: its tokenizer has no mask token; use the task causal-lm")
-    train, held = read_blocks(request, tokenizer)
+    notes: list[str] = []
+    train, held = read_blocks(request, tokenizer, notes)
     return Materials(
         model=load_model(request, "AutoModelForMaskedLM"),
         train_dataset=train,
         eval_dataset=held,
         processing_class=tokenizer,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=data.mask_probability),
+        notes=notes,
         **token_metrics(request.metrics, shift=False),
     )
 

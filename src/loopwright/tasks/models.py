@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..args.field import nearest
+from ..args.problems import short
 from ..errors import ArgumentsError, MissingPackage, ModelError
 from ..notices import logger
 from .import_path import imported, is_import_path, user_code
@@ -14,6 +15,8 @@ from .lora import with_adapter
 from .readers import missing_file
 from .request import Request
 
+POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+"""Names of tables with a row for each position; other models compute positions, and have no limit."""
 MOST = 6
 """Names that are listed in a message."""
 
@@ -116,7 +119,11 @@ def _set_options(config: Any, request: Request) -> None:
             raise ArgumentsError(
                 f"{request.place('model.options')}: {type(config).__name__} has no {key!r}{nearest(key, names)}"
             )
-        setattr(config, key, value)
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # transformers checks types with classes of other packages
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[-1].strip()
+            raise ArgumentsError(f"{request.place('model.options')}: {key}={short(value)}: {reason}") from None
 
 
 def known_labels(request: Request) -> list[str]:
@@ -159,6 +166,57 @@ def check_ids(model: Any, samples: Any) -> None:
             f"the tokenizer makes the token {largest}, but the model has embeddings for {known:,} tokens (0 to "
             f"{known - 1:,}); set model.tokenizer to the tokenizer of this model"
         )
+
+
+def check_lengths(model: Any, samples: Any, request: Request) -> None:
+    """Raise if a sample is longer than the table of positions of the model."""
+    if not isinstance(samples, list) or not samples or "input_ids" not in samples[0]:
+        return
+    limit = min((found for found in map(_positions, *zip(*model.named_modules(), strict=True)) if found), default=None)
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    if limit is not None and longest > limit:
+        key = "data.max_length" if hasattr(request.data, "max_length") else "data.max_source_length"
+        raise ArgumentsError(
+            f"{request.place(key)}: a sample has {longest:,} tokens, and the model has {limit:,} positions; set {key} "
+            f"to {limit} or less"
+        )
+
+
+def _positions(name: str, module: Any) -> int | None:
+    """The length that a module limits, if it is a table of positions; None if it is not."""
+    rows = getattr(module, "num_embeddings", None)
+    if rows is None or name.rpartition(".")[2] not in POSITIONS:
+        return None
+    before = getattr(module, "offset", None)  # BART's positions begin there, RoBERTa's after the one of padding
+    if before is None:
+        before = 0 if module.padding_idx is None else module.padding_idx + 1
+    return int(rows - before)
+
+
+def load_causal_model(request: Request) -> Any:
+    """A model that predicts the next token."""
+    model = load_model(request, "AutoModelForCausalLM")
+    _check_is_causal(model, request)
+    return model
+
+
+def _check_is_causal(model: Any, request: Request) -> None:
+    """Raise if each token of the model sees the later ones: it would copy the next token instead of predicting it."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind is None or getattr(config, "is_decoder", False):
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and hasattr(config, "is_decoder") and not _is_causal(config):
+        raise ModelError(
+            f"{request.place('model.name')}={request.model.name!r} is a {kind} model, in which a token sees the later "
+            "ones, so it cannot learn to predict them; set is_decoder: true in model.options, or use another model"
+        )
+
+
+def _is_causal(config: Any) -> bool:
+    return bool(getattr(config, "causal", False))  # XLM's name of is_decoder
 
 
 def load_processor(request: Request, auto: str) -> Any:

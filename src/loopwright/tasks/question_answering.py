@@ -10,7 +10,7 @@ from ..args.problems import short
 from ..errors import ArgumentsError, DataError
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, need_column, need_text, read_splits
+from .readers import Rows, each_source, need_column, need_text, read_splits
 from .request import Request
 
 LONGEST_ANSWER = 30
@@ -56,7 +56,9 @@ def build(request: Request) -> Materials:
     held_windows = None if held is None else _windows(held, tokenizer, request)
     return Materials(
         model=load_model(request, "AutoModelForQuestionAnswering"),
-        train_dataset=[window["inputs"] for window in _windows(train, tokenizer, request)],
+        train_dataset=each_source(
+            train, lambda rows: [window["inputs"] for window in _windows(rows, tokenizer, request)]
+        ),
         eval_dataset=None if held_windows is None else [window["inputs"] for window in held_windows],
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -71,20 +73,50 @@ def _check_rows(rows: Rows, request: Request) -> None:
     need_column(rows, data.answers_column, "data.answers_column", request)
     for index, row in enumerate(rows):
         answers = row[data.answers_column]
-        if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
+        if not _are_answers(answers):
             raise DataError(
-                f"{rows.row(index)}: {data.answers_column}={short(answers)} needs the lists text and answer_start"
+                f"{rows.row(index)}: {data.answers_column}={short(answers)} needs the lists text, of texts, and "
+                "answer_start, of as many integers"
             )
-        for text, start in zip(answers["text"], answers["answer_start"], strict=False):
+        for text, start in zip(answers["text"], answers["answer_start"], strict=True):
             if row[data.context_column][start : start + len(text)] != text:
                 raise DataError(
                     f"{rows.row(index)}: the answer {short(text)} is not at character {start} of its context"
                 )
 
 
+def _are_answers(value: Any) -> bool:
+    """Whether a value has the form of SQuAD's answers."""
+    if not isinstance(value, dict) or not {"text", "answer_start"} <= value.keys():
+        return False
+    texts, starts = value["text"], value["answer_start"]
+    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
+        return False
+    return all(isinstance(text, str) for text in texts) and all(type(start) is int and start >= 0 for start in starts)
+
+
+def _check_room(rows: Rows, tokenizer: Any, request: Request) -> None:
+    """Raise if a long context cannot be divided: its question leaves no space beyond what two windows share."""
+    data: QuestionData = request.data
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+
+    def encoded(text: Any) -> Any:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for index, question in enumerate(encoded([row[data.question_column] for row in rows])):
+        room = data.max_length - special - len(question)
+        if room <= data.stride and len(encoded(rows[index][data.context_column])) > room:
+            raise DataError(
+                f"{rows.row(index)}: its question has {len(question)} tokens, which leaves {max(0, room)} of "
+                f"data.max_length={data.max_length} for the context, not more than data.stride={data.stride}; raise "
+                "data.max_length, or lower data.stride"
+            )
+
+
 def _windows(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any]]:
     """Each question with every window of its context, and the place of its answer there."""
     data: QuestionData = request.data
+    _check_room(rows, tokenizer, request)
     found = []
     for index, row in enumerate(rows):
         encoding = tokenizer(

@@ -6,7 +6,9 @@ import csv
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from .fields import DataFields
 from .request import Request
 
 Row = dict[str, Any]
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""A surrogate in JSON: two of them are a character."""
 LARGEST_FIELD = 2**27
 """Characters of one field of a CSV file; Python's own limit is 131,072."""
 
@@ -24,34 +28,87 @@ LARGEST_FIELD = 2**27
 class Rows(list[Row]):
     """The rows of a source, with its name for messages."""
 
-    def __init__(self, rows: Sequence[Row], name: str, numbers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        name: str,
+        numbers: Sequence[int] | None = None,
+        origins: Sequence[tuple[str, str]] | None = None,
+    ) -> None:
         super().__init__(rows)
         self.name = name
         self.numbers = range(1, len(rows) + 1) if numbers is None else numbers
         """The number of each row in its source."""
+        self.origins = origins
+        """The name and the file of each row's source, if there are several."""
 
     def part(self, indices: Sequence[int]) -> Rows:
         """Some of the rows, in the given order."""
-        return Rows([self[index] for index in indices], self.name, [self.numbers[index] for index in indices])
+        origins = None if self.origins is None else [self.origins[index] for index in indices]
+        return Rows([self[index] for index in indices], self.name, [self.numbers[index] for index in indices], origins)
+
+    def by_source(self) -> dict[str, Rows]:
+        """The rows of each source by its name, if there are several."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for index, origin in enumerate(self.origins or ()):
+            found.setdefault(origin, []).append(index)
+        parts = {origin: self.part(indices) for origin, indices in found.items()}
+        return {name: Rows(part, file, part.numbers) for (name, file), part in parts.items()}
+
+    def file(self, index: int) -> str:
+        """The source of a row."""
+        return self.name if self.origins is None else self.origins[index][1]
 
     def row(self, index: int) -> str:
         """A row for messages: the source and its number there."""
-        return f"{self.name}: row {self.numbers[index]}"
+        return f"{self.file(index)}: row {self.numbers[index]}"
 
 
-def read_splits(request: Request, read: Callable[[Request, str], Rows] | None = None) -> tuple[Rows, Rows | None]:
+def each_source(rows: Rows, made: Callable[[Rows], list[Any]]) -> Any:
+    """The samples that a function makes of rows; of several sources, those of each by name."""
+    return made(rows) if rows.origins is None else {name: made(part) for name, part in rows.by_source().items()}
+
+
+Read = Callable[[Request, str, str], Rows]
+"""Reads a source of a split, `train` or `validation`."""
+
+
+def read_splits(request: Request, read: Read | None = None) -> tuple[Rows, Rows | None]:
     """The rows to train on and to validate on, the second None if there are none."""
     data: DataFields = request.data
     read = read or read_source
-    train = read(request, "train")
-    held = read(request, "validation") if data.validation is not None else None
+    train = _read_train(request, read)
+    held = read(request, "validation", data.validation) if data.validation is not None else None
     if data.validation_share:
         train, held = _held_out(train, data.validation_share, request)
     if data.max_train_samples is not None:
-        train = train.part(range(min(len(train), data.max_train_samples)))
+        train = _first_of_each(train, data.max_train_samples)
     if held is not None and data.max_validation_samples is not None:
         held = held.part(range(min(len(held), data.max_validation_samples)))
     return train, held
+
+
+def _read_train(request: Request, read: Read) -> Rows:
+    """The rows of `data.train`; those of several sources one after another."""
+    given = request.data.train
+    if not isinstance(given, Mapping):
+        return read(request, "train", str(given))
+    parts = {name: read(request, "train", source) for name, source in given.items()}
+    rows = [row for part in parts.values() for row in part]
+    numbers = [number for part in parts.values() for number in part.numbers]
+    origins = [(name, part.name) for name, part in parts.items() for _ in part]
+    return Rows(rows, ", ".join(part.name for part in parts.values()), numbers, origins)
+
+
+def _first_of_each(rows: Rows, count: int) -> Rows:
+    seen: Counter[Any] = Counter()
+    kept = []
+    for index in range(len(rows)):
+        origin = None if rows.origins is None else rows.origins[index]
+        seen[origin] += 1
+        if seen[origin] <= count:
+            kept.append(index)
+    return rows.part(kept)
 
 
 def _held_out(rows: Rows, share: float, request: Request) -> tuple[Rows, Rows]:
@@ -65,9 +122,8 @@ def _held_out(rows: Rows, share: float, request: Request) -> tuple[Rows, Rows]:
     return rows.part(rest), rows.part(sorted(chosen))
 
 
-def read_source(request: Request, split: str) -> Rows:
-    """The rows of `data.train` or `data.validation`."""
-    source = str(getattr(request.data, split))
+def read_source(request: Request, split: str, source: str) -> Rows:
+    """The rows of a source of `data.train` or `data.validation`."""
     place = request.place(f"data.{split}")
     path = Path(source)
     if path.is_file():
@@ -118,21 +174,44 @@ def _jsonl(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line, object_pairs_hook=_pairs)
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}:{number}: not JSON ({error}); a line holds one object") from None
+                _check_characters(line, row, f"{path}:{number}")
                 yield _object(row, f"{path}:{number}")
 
 
 def _json(path: Path) -> Iterator[Row]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        rows = json.loads(text, object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error})") from None
     if not isinstance(rows, list):
         raise DataError(f"{path}: a JSON file of data is a list of objects, not {type(rows).__name__}")
+    _check_characters(text, rows, str(path))
     for number, row in enumerate(rows):
         yield _object(row, f"{path}, item {number}")
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> Row:
+    """An object of its keys and values; JSON itself would take the last of two equal keys in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there more than once")
+    return found
+
+
+def _check_characters(text: str, value: Any, place: str) -> None:
+    """Raise if a text has half of a character, which JSON can write and no tokenizer takes."""
+    if HALF.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(f"{place}: {half!r} is half of a character (a surrogate); write the whole one") from None
 
 
 def _object(row: Any, place: str) -> Row:
@@ -205,7 +284,8 @@ def _read_folder(folder: Path, split: str, place: str) -> list[Row]:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         found = _datasets_package(place).load_from_disk(str(folder))
         return _rows_of_dataset(found, split, place)
-    files = sorted(each for each in folder.iterdir() if each.suffix.lower() in READERS)
+    visible = (each for each in folder.iterdir() if not each.name.startswith("."))
+    files = sorted(each for each in visible if each.suffix.lower() in READERS)
     if not files:
         raise DataError(f"{place}: the folder {folder} has no data file ({', '.join(READERS)})")
     return [row for file in files for row in _read_file(file)]
@@ -242,7 +322,24 @@ def _rows_of_dataset(found: Any, split: str, place: str) -> list[Row]:
         if split not in found:
             raise ArgumentsError(f"{place}: the dataset has no split {split!r}; it has {', '.join(found)}")
         found = found[split]
-    return list(found)
+    return [{**row, **_with_names(row, names)} for row in found] if (names := _class_names(found)) else list(found)
+
+
+def _class_names(found: Any) -> dict[str, list[str]]:
+    """The names of the classes of each column that has some: `datasets` stores their numbers."""
+    columns = {name: getattr(kind, "feature", kind) for name, kind in (getattr(found, "features", None) or {}).items()}
+    return {name: list(kind.names) for name, kind in columns.items() if type(kind).__name__ == "ClassLabel"}
+
+
+def _with_names(row: Row, names: Mapping[str, list[str]]) -> Row:
+    """The columns of classes, or of lists of them, with names for numbers."""
+
+    def named(column: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(column, each) for each in value]
+        return names[column][value] if isinstance(value, int) and 0 <= value < len(names[column]) else value
+
+    return {column: named(column, row[column]) for column in names}
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
@@ -268,9 +365,9 @@ def need_text(rows: Rows, column: str, key: str, request: Request) -> None:
             raise DataError(f"{rows.row(index)}: {column}={short(row[column])} is not text")
 
 
-def need_tokens(rows: Rows, samples: Sequence[Row], column: str) -> None:
-    """Raise unless the tokenizer made tokens of every row."""
-    empty = next((index for index, sample in enumerate(samples) if not len(sample["input_ids"])), None)
+def need_tokens(rows: Rows, samples: Sequence[Row], column: str, key: str = "input_ids") -> None:
+    """Raise unless the tokenizer made tokens of this column in every row; `key` is their name in a sample."""
+    empty = next((index for index, sample in enumerate(samples) if not len(sample[key])), None)
     if empty is not None:
         raise DataError(
             f"{rows.row(empty)}: the tokenizer makes no token of {column}={short(rows[empty][column])}; remove the row"

@@ -8,7 +8,7 @@ from typing import Any
 from ..args.field import Group, arg, positive
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, need_text, read_splits
+from .readers import Rows, each_source, need_text, need_tokens, read_splits
 from .request import Request
 
 
@@ -38,7 +38,7 @@ def build(request: Request) -> Materials:
     tokenizer = load_tokenizer(request)
     train, held = read_splits(request)
     model = load_model(request, "AutoModelForSeq2SeqLM")
-    samples = _encoded(train, tokenizer, request)
+    samples = each_source(train, lambda rows: _encoded(rows, tokenizer, request))
     return Materials(
         model=model,
         train_dataset=samples,
@@ -58,7 +58,7 @@ def _encoded(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any
     targets = tokenizer(
         text_target=[row[data.target_column] for row in rows], truncation=True, max_length=data.max_target_length
     )
-    return [
+    samples = [
         {
             "input_ids": inputs["input_ids"][index],
             "attention_mask": inputs["attention_mask"][index],
@@ -66,6 +66,9 @@ def _encoded(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any
         }
         for index in range(len(rows))
     ]
+    need_tokens(rows, samples, data.source_column)
+    need_tokens(rows, samples, data.target_column, "labels")
+    return samples
 
 
 def text_metrics(tokenizer: Any, metrics: list[str]) -> Any:

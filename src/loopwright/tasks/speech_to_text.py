@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from ..args.field import Group, arg, positive
 from ..errors import DataError
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, need_text, read_splits
+from .readers import Rows, each_source, need_text, read_splits
 from .request import Request
+
+MOST_CHARACTERS = 60
+"""Characters of a tokenizer that a note shows."""
 
 
 @dataclass
@@ -37,7 +41,11 @@ def build(request: Request) -> Materials:
     tokenizer, extractor = load_tokenizer(request), load_processor(request, "AutoFeatureExtractor")
     train, held = read_splits(request)
     notes: list[str] = []
-    samples = _encoded(train, tokenizer, extractor, request, notes)
+
+    def encoded(rows: Rows) -> list[dict[str, Any]]:
+        return _encoded(rows, tokenizer, extractor, request, notes)
+
+    samples = each_source(train, encoded)
     model = load_model(
         request,
         "AutoModelForCTC",
@@ -46,10 +54,13 @@ def build(request: Request) -> Materials:
         ctc_loss_reduction="mean",
         ctc_zero_infinity=True,
     )
+    held_samples = None if held is None else encoded(held)
+    for part in samples.values() if isinstance(samples, dict) else [samples]:
+        _note_short_recordings(train.name, part, model, extractor.model_input_names[0], notes)
     return Materials(
         model=model,
         train_dataset=samples,
-        eval_dataset=None if held is None else _encoded(held, tokenizer, extractor, request, notes),
+        eval_dataset=held_samples,
         processing_class=SpeechProcessor(extractor, tokenizer),
         data_collator=SpeechCollator(extractor, extractor.model_input_names[0]),
         compute_metrics=_metrics(tokenizer, request.metrics) if request.metrics else None,
@@ -68,7 +79,7 @@ def _encoded(rows: Rows, tokenizer: Any, extractor: Any, request: Request, notes
     need_text(rows, data.text_column, "data.text_column", request)
     samples, long = [], 0
     for index, row in enumerate(rows):
-        values, rate = read_audio(Path(rows.name).parent / row[data.audio_column])
+        values, rate = read_audio(Path(rows.file(index)).parent / row[data.audio_column])
         if rate != extractor.sampling_rate:
             raise DataError(
                 f"{rows.row(index)}: {row[data.audio_column]} has {rate} samples per second and the model "
@@ -79,15 +90,53 @@ def _encoded(rows: Rows, tokenizer: Any, extractor: Any, request: Request, notes
             continue
         name = extractor.model_input_names[0]
         features = extractor(values, sampling_rate=rate)[name][0]
-        samples.append({name: features, "labels": tokenizer(row[data.text_column])["input_ids"]})
+        labels = tokenizer(row[data.text_column])["input_ids"]
+        if not labels:
+            raise DataError(f"{rows.row(index)}: {data.text_column}={row[data.text_column]!r} has no token; remove it")
+        samples.append({name: features, "labels": labels})
     if not samples:
         raise DataError(f"{rows.name}: all {len(rows)} recordings are longer than max_seconds={data.max_seconds:g}")
+    _note_unknown(rows, samples, tokenizer, notes)
     if long:
         notes.append(
             f"{rows.name}: {long} of {len(rows)} recordings are longer than max_seconds={data.max_seconds:g} and are "
             "left out"
         )
     return samples
+
+
+def _note_unknown(rows: Rows, samples: list[dict[str, Any]], tokenizer: Any, notes: list[str]) -> None:
+    """Texts in another case or alphabet than the tokenizer's train the model to write its unknown token."""
+    unknown = sum(tokenizer.unk_token_id in sample["labels"] for sample in samples)
+    if unknown and tokenizer.unk_token_id is not None:
+        known = "".join(sorted(token for token in tokenizer.get_vocab() if len(token) == 1))
+        notes.append(
+            f"{rows.name}: {unknown} of {len(samples)} texts have characters that are not in the tokenizer's "
+            f"vocabulary and are trained as {tokenizer.unk_token}; it has {known[:MOST_CHARACTERS]}"
+        )
+
+
+def _note_short_recordings(source: str, samples: list[dict[str, Any]], model: Any, name: str, notes: list[str]) -> None:
+    """A recording needs a frame for each token, and one between two equal ones: the loss of others is set to 0."""
+    import torch
+
+    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
+    if frames_of is None:
+        return
+    frames = frames_of(torch.tensor([len(sample[name]) for sample in samples])).tolist()
+    needed = [_frames_needed(sample["labels"]) for sample in samples]
+    short = sum(one < other for one, other in zip(frames, needed, strict=True))
+    if short == len(samples):
+        raise DataError(f"{source}: all {short} recordings are too short for their texts; check the texts")
+    if short:
+        notes.append(
+            f"{source}: {short} of {len(samples)} recordings are too short for their texts, and are not learned from; "
+            "check the texts"
+        )
+
+
+def _frames_needed(labels: list[int]) -> int:
+    return len(labels) + sum(one == other for one, other in pairwise(labels))
 
 
 class SpeechProcessor:

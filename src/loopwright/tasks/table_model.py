@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..args.field import nearest
-from ..errors import ArgumentsError
+from ..errors import ArgumentsError, DataError
 from .request import Request
 
 OPTIONS: dict[str, Any] = {"hidden": [64, 64], "dropout": 0.0}
@@ -21,7 +21,8 @@ class TableModel(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, body: nn.Module, inputs: np.ndarray | None, *, classes: bool) -> None:
+    def __init__(self, body: nn.Module, inputs: np.ndarray | None, *, classes: int) -> None:
+        """`classes`: their number; 0 for a regression."""
         super().__init__()
         self.body, self.classes = body, classes
         mean = np.zeros(()) if inputs is None else inputs.mean(axis=0)
@@ -31,8 +32,9 @@ class TableModel(nn.Module):
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         outputs = self.body((features - self.mean) / self.deviation)
-        if not self.classes and outputs.ndim == features.ndim and outputs.shape[-1] == 1:
-            outputs = outputs.squeeze(-1)
+        self._check(outputs, len(features))
+        if not self.classes:
+            outputs = outputs.reshape(len(features))
         if labels is None:
             return {"logits": outputs}
         if self.classes:
@@ -40,6 +42,18 @@ class TableModel(nn.Module):
         else:
             loss = nn.functional.mse_loss(outputs, labels.to(outputs.dtype))
         return {"loss": loss, "logits": outputs}
+
+    def _check(self, outputs: Any, rows: int) -> None:
+        """Raise unless the module made what the loss needs: a loss of other shapes may be computed, but wrongly."""
+        wanted = [(rows, self.classes)] if self.classes else [(rows, 1), (rows,)]
+        if isinstance(outputs, Tensor) and tuple(outputs.shape) in wanted:
+            return
+        found = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        task = f"{self.classes} classes" if self.classes else "a regression"
+        raise DataError(
+            f"the module {type(self.body).__name__} returned {found} for {rows} rows; for {task} it must return a "
+            f"tensor of shape {wanted[0]}"
+        )
 
 
 def multilayer_perceptron(inputs: int, outputs: int, request: Request) -> nn.Module:

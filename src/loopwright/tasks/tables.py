@@ -12,7 +12,7 @@ from ..args.problems import short
 from ..errors import ArgumentsError, DataError
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, missing_file, need_column, read_splits
+from .readers import Rows, each_source, missing_file, need_column, read_splits
 from .request import Request
 
 LARGEST = 3.4028234e38
@@ -46,7 +46,7 @@ def _build(request: Request, *, classes: bool) -> Materials:
     import torch
 
     from ..pt.data.collators import DefaultDataCollator
-    from .labels import class_metrics, label_names, with_numbers
+    from .labels import class_metrics, label_names, label_notes, with_numbers
     from .metrics import chosen, number_scores
     from .table_model import TableModel, multilayer_perceptron
 
@@ -63,17 +63,17 @@ def _build(request: Request, *, classes: bool) -> Materials:
         if classes:
             targets: Any = with_numbers(rows, data.target_column, names)
         else:
-            targets = _matrix(rows, [data.target_column], request)[:, 0]
+            targets = _targets(rows, request)
         return [{"features": inputs[index], "labels": targets[index]} for index in range(len(rows))]
 
-    train_samples = samples(train)
-    inputs = np.stack([sample["features"] for sample in train_samples])
+    inputs = _matrix(train, columns, request)
     if str(request.model.name) == MLP:
+        _check_mlp(request)
         torch.manual_seed(request.seed)
         body = multilayer_perceptron(int(np.prod(inputs.shape[1:])), max(1, len(names)), request)
     else:
         body = _body(request)
-    model = TableModel(body, inputs if data.standardize else None, classes=classes)
+    model = TableModel(body, inputs if data.standardize else None, classes=len(names))
     metrics = request.metrics
 
     def compute(prediction: Any) -> dict[str, float]:
@@ -81,11 +81,22 @@ def _build(request: Request, *, classes: bool) -> Materials:
 
     return Materials(
         model=model,
-        train_dataset=train_samples,
+        train_dataset=each_source(train, samples),
         eval_dataset=None if held is None else samples(held),
         data_collator=DefaultDataCollator(),
         compute_metrics=class_metrics(metrics) if classes else compute if metrics else None,
+        notes=label_notes(train, held, data.target_column) if classes else [],
     )
+
+
+def _check_mlp(request: Request) -> None:
+    """Raise if something is set that a new multilayer perceptron does not use."""
+    if request.lora is not None:
+        raise ArgumentsError(f"{request.place('lora')} adapts trained weights, and {MLP!r} has none; remove it")
+    for key, value in (("tokenizer", None), ("dtype", "float32")):
+        if getattr(request.model, key) != value:
+            advice = "; set bf16 to compute in 16 bits" if key == "dtype" else ""
+            raise ArgumentsError(f"{request.place(f'model.{key}')} is not for the model {MLP!r}; remove it{advice}")
 
 
 def _body(request: Request) -> Any:
@@ -102,11 +113,10 @@ def _body(request: Request) -> Any:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _read(request: Request, split: str) -> Rows:
+def _read(request: Request, split: str, source: str) -> Rows:
     from .readers import read_source
 
-    source = str(getattr(request.data, split))
-    return _arrays(Path(source), request, split) if source.endswith(".npz") else read_source(request, split)
+    return _arrays(Path(source), request, split) if source.endswith(".npz") else read_source(request, split, source)
 
 
 def _arrays(path: Path, request: Request, split: str) -> Rows:
@@ -121,9 +131,13 @@ def _arrays(path: Path, request: Request, split: str) -> Rows:
             arrays = {name: file[name] for name in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{place}: {path} is not a file of numpy's savez with plain arrays ({error})") from None
+    if not arrays:
+        raise DataError(f"{place}: {path} has no arrays")
     lengths = {len(array) for array in arrays.values() if array.ndim}
     if len(lengths) != 1 or any(not array.ndim for array in arrays.values()):
         raise DataError(f"{place}: the arrays of {path} must have the same length; they have {sorted(lengths)}")
+    if lengths == {0}:
+        raise DataError(f"{place}: {path} has no rows")
     rows = [{name: array[index] for name, array in arrays.items()} for index in range(lengths.pop())]
     return Rows([{name: _plain(value) for name, value in row.items()} for row in rows], str(path))
 
@@ -146,36 +160,71 @@ def _features(rows: Rows, request: Request) -> list[str]:
     return data.feature_columns
 
 
+def _targets(rows: Rows, request: Request) -> Any:
+    """The target of each row as a number."""
+    values = _matrix(rows, [request.data.target_column], request)
+    if values.shape[1:] != (1,):
+        shape = "x".join(map(str, values.shape[1:]))
+        raise DataError(
+            f"{rows.name}: {request.data.target_column!r} has {shape} numbers in each row, and the target of a "
+            "regression is one; choose one of them, or write a script"
+        )
+    return values[:, 0]
+
+
 def _matrix(rows: Rows, columns: list[str], request: Request) -> Any:
     """The columns as numbers, of shape (rows, columns), or the one array."""
     import numpy as np
 
     for column in columns:
         need_column(rows, column, "data.feature_columns", request)
-    if len(columns) == 1 and isinstance(rows[0][columns[0]], np.ndarray):
-        return np.stack([row[columns[0]] for row in rows]).astype(np.float32)
+    several = next((name for name in columns if isinstance(rows[0][name], np.ndarray)), None)
+    if several is not None:
+        return _array(rows, several, columns, request)
     try:
-        values = np.array([[float(row[column]) for column in columns] for row in rows], dtype=np.float32)
-    except (TypeError, ValueError):
+        with np.errstate(over="ignore"):  # said below, with its row
+            values = np.array([[float(row[column]) for column in columns] for row in rows], dtype=np.float32)
+    except (TypeError, ValueError, OverflowError):
         values = None
     if values is None or not np.isfinite(values).all():
-        raise _not_a_number(rows, columns)
+        raise _not_a_number(rows, columns, request.data.target_column)
     return values
 
 
-def _not_a_number(rows: Rows, columns: list[str]) -> DataError:
+def _array(rows: Rows, name: str, columns: list[str], request: Request) -> Any:
+    """One array of an .npz file as numbers."""
+    import numpy as np
+
+    if len(columns) > 1:
+        raise ArgumentsError(
+            f"{request.place('data.feature_columns')}: {rows.name} has the arrays {', '.join(columns)}; name the one "
+            f"with the inputs: data.feature_columns=[{name}]"
+        )
+    shapes = {getattr(row[name], "shape", ()) for row in rows}
+    if len(shapes) > 1 or 0 in shapes.pop() or rows[0][name].dtype.kind not in "biuf":
+        raise DataError(
+            f"{rows.name}: the array {name!r} has {rows[0][name].dtype} of shape {(len(rows), *rows[0][name].shape)}; "
+            "the inputs must be at least one real number in each row"
+        )
+    with np.errstate(over="ignore"):
+        values = np.stack([row[name] for row in rows]).astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(values.reshape(len(rows), -1)).all(axis=1))
+    if len(bad):
+        raise DataError(f"{rows.row(bad[0])}: {name} has a value that is not a finite number of 32 bits; replace it")
+    return values
+
+
+def _not_a_number(rows: Rows, columns: list[str], target: str) -> DataError:
     for index, row in enumerate(rows):
         for column in columns:
             try:
                 good = abs(float(row[column])) <= LARGEST
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 good = False
             if not good:
                 value = f"{rows.row(index)}: {column}={short(row[column])}"
-                return DataError(
-                    f"{value} is not a finite number of 32 bits; replace it, or list the other columns in "
-                    "data.feature_columns"
-                )
+                other = ", or list the other columns in data.feature_columns" if column != target else ""
+                return DataError(f"{value} is not a finite number of 32 bits; replace it{other}")
     return DataError(f"{rows.name}: some values are not finite numbers of 32 bits")
 
 

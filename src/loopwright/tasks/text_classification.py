@@ -8,7 +8,7 @@ from typing import Any
 from ..args.field import Group, arg, list_of_names
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
-from .readers import need_column, need_text, need_tokens, read_splits
+from .readers import each_source, need_column, need_text, need_tokens, read_splits
 from .request import Request
 
 
@@ -35,7 +35,7 @@ class TextData(LengthFields, TextColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of text classification."""
     from ..pt.data.collators import DataCollatorWithPadding
-    from .labels import class_metrics, label_names, with_numbers
+    from .labels import class_metrics, label_names, label_notes, with_numbers
     from .models import load_model, load_tokenizer
 
     data: TextData = request.data
@@ -70,11 +70,12 @@ def build(request: Request) -> Materials:
     )
     return Materials(
         model=model,
-        train_dataset=encoded(train),
+        train_dataset=each_source(train, encoded),
         eval_dataset=None if held is None else encoded(held),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=class_metrics(request.metrics),
+        notes=label_notes(train, held, data.label_column, given=data.labels),
     )
 
 

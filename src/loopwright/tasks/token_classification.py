@@ -10,7 +10,7 @@ from ..args.problems import short
 from ..errors import DataError
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
-from .readers import Rows, need_column, need_tokens, read_splits
+from .readers import Rows, each_source, need_column, need_tokens, read_splits
 from .request import Request
 
 
@@ -36,7 +36,7 @@ class TokenData(LengthFields, TokenColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of token classification."""
     from ..pt.data.collators import DataCollatorForTokenClassification
-    from .labels import label_names
+    from .labels import label_names, label_notes
     from .models import load_model, load_tokenizer
 
     data: TokenData = request.data
@@ -55,12 +55,13 @@ def build(request: Request) -> Materials:
     )
     return Materials(
         model=model,
-        train_dataset=_encoded(train, tokenizer, names, data),
+        train_dataset=each_source(train, lambda rows: _encoded(rows, tokenizer, names, data)),
         eval_dataset=None if held is None else _encoded(held, tokenizer, names, data),
         processing_class=tokenizer,
         data_collator=DataCollatorForTokenClassification(tokenizer),
         compute_metrics=_metrics(names, request.metrics) if request.metrics else None,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        notes=label_notes(train, held, data.tags_column, given=data.labels, nested=True),
     )
 
 
