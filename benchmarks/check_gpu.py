@@ -84,11 +84,17 @@ LAST = "end to end"
 WARM_UP = """
 import torch, transformers
 import loopwright.pt.trainer
-if torch.cuda.is_available():
-    x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    (x @ x).sum().backward()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+for kind in (transformers.GPT2Config(n_layer=1), transformers.BertConfig(num_hidden_layers=1)):
+    model = transformers.AutoModel.from_config(kind).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with torch.autocast(device, torch.bfloat16):
+        states = model(torch.ones(2, 64, dtype=torch.int64, device=device)).last_hidden_state
+    states.float().log_softmax(-1).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
 """
-"""Reads the libraries once: the first process of a machine takes longer to start."""
+"""Reads libraries and kernels once: the first process of a machine takes longer to start."""
 
 
 def _saved(model: Any, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The loop a good engineer writes for one model: compiled as a whole, fused AdamW, autocast, loader with workers.
 
-Models whose batches all have one shape are replayed as CUDA graphs; where lengths differ, batches are padded to
-multiples of 64 and compiled for any length. Clipping is that of the trainers.
+Models whose batches all have one shape are replayed as CUDA graphs, also where padding a short side of the batch to its
+longest makes one shape of them; where lengths differ, batches are padded to multiples of 64 and compiled for any
+length. Clipping is that of the trainers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ MULTIPLE = 64
 
 def with_hand(task: Task, *, backend: str = "inductor", graphs: bool = True, compiled: bool = True) -> dict[str, Any]:
     """Train in a hand-written loop; returns what it used."""
-    graphs = graphs and compiled and task.fixed_shapes and task.device == "cuda" and backend == "inductor"
     torch.set_float32_matmul_precision("high")
     if not task.fixed_shapes:
-        task = replace(task, collate=Widened(task.collate))
+        widened = Widened(task.collate, task.widest or MULTIPLE)
+        task = replace(task, collate=widened, fixed_shapes=task.widest is not None)
+    graphs = graphs and compiled and task.fixed_shapes and task.device == "cuda" and backend == "inductor"
     model, watch = task.model(), task.watch
     if task.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -82,12 +84,12 @@ def part_of_loss(task: Task, loss: torch.Tensor, is_share: bool) -> torch.Tensor
 
 
 class Widened:
-    """A collator that pads further, to a multiple of 64, so that few shapes occur."""
+    """A collator that pads further, to a multiple of a width, so that few shapes occur."""
 
     FILL = {"labels": -100}
 
-    def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], multiple: int) -> None:
+        self.collate, self.multiple = collate, multiple
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return {name: self.wide(name, values) for name, values in self.collate(samples).items()}
@@ -95,4 +97,4 @@ class Widened:
     def wide(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.ndim != 2:
             return values
-        return nn.functional.pad(values, (0, -values.shape[1] % MULTIPLE), value=self.FILL.get(name, 0))
+        return nn.functional.pad(values, (0, -values.shape[1] % self.multiple), value=self.FILL.get(name, 0))

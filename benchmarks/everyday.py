@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from arms import Column, Results, Target, Tolerance, default_file, judge, ratio, table, verdict_line, write_json
-from processes import Result, child, run_arm
+from processes import HERE, POLL_SECONDS, Result, StartedArm, child, end
+from update_times import TURNS, Turns
 
 BF16, FP32, DROPOUT = Tolerance(each=1e-2), Tolerance(each=1e-4), Tolerance(mean=3e-2)
 ARMS = ("loopwright", "hand", "transformers-compile", "transformers")
@@ -44,18 +48,20 @@ class Plan:
     updates: int
     tolerance: Tolerance = BF16
     timeout: float = 100.0
+    gib: float = 16.0
+    """The most memory that an arm takes, roughly."""
     device: str | None = None
     """Where it runs if no device was named; None for the GPU."""
 
 
 PLANS = {
-    "sft-64": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 x 8 samples", 4, 8, timeout=120.0),
-    "sft-8": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 samples", 8, 24),
-    "lora": Plan("Llama-like 8B in bf16, LoRA of rank 16, mixed lengths, 4 x 4 samples", 3, 6, timeout=150.0),
-    "gpt2": Plan("GPT-2 124M, pretraining, 16 x 1,024 tokens, no padding", 12, 30),
+    "sft-64": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 x 8 samples", 4, 8, timeout=180.0, gib=85),
+    "sft-8": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 samples", 8, 24, timeout=150.0, gib=60),
+    "lora": Plan("Llama-like 8B in bf16, LoRA of rank 16, mixed lengths, 4 x 4 samples", 3, 6, timeout=180.0, gib=80),
+    "gpt2": Plan("GPT-2 124M, pretraining, 16 x 1,024 tokens, no padding", 12, 30, gib=30),
     "bert": Plan("BERT-base, classification, dropout 0.1, 32 samples of up to 512 tokens", 60, 60, DROPOUT),
-    "t5": Plan("T5-v1.1-large, dropout 0.1, 16 x 4 pairs", 8, 8, DROPOUT, timeout=120.0),
-    "whisper": Plan("Whisper-small, 16 recordings of 30 s", 24, 24),
+    "t5": Plan("T5-v1.1-large, dropout 0.1, 16 x 4 pairs", 14, 8, DROPOUT, timeout=200.0, gib=95),
+    "whisper": Plan("Whisper-small, 16 recordings of 30 s", 16, 16, timeout=150.0, gib=28),
     "vit": Plan("ViT-base, 64 images of 224 x 224", 20, 60),
     "convnext": Plan("ConvNeXt-tiny, 64 images of 224 x 224", 20, 60),
     "resnet": Plan("ResNet-50, 64 images of 224 x 224", 20, 60),
@@ -65,6 +71,10 @@ PLANS = {
 TEN = tuple(name for name in PLANS if name != "resnet")
 """What `all` runs; supervised fine-tuning counts once with two batch sizes."""
 TINY_UPDATES = (2, 4)
+UNDISTURBED = ("ready_s", "first_update_s", "mfu_matmul", "matmul_tflops")
+"""Numbers of an arm that was alone from the beginning."""
+MOST_GIB = 132.0
+"""Memory of all arms that get ready at the same time."""
 
 COLUMNS = (
     Column("ms/update", "ms_per_update", "{:,.2f}"),
@@ -160,26 +170,97 @@ def measure(options: argparse.Namespace) -> Result:
     """All arms of all tasks, the most important arms first; the file is written after each."""
     file = options.to or default_file("everyday")
     content: Result = json.loads(file.read_text()) if file.exists() else {"benchmark": "everyday", "tasks": {}}
-    until = time.monotonic() + options.budget
-    for task, arm in order(options):
-        known = content["tasks"].setdefault(task, {"about": PLANS[task].about, "results": {}})
-        if is_measured(known["results"].get(arm, {})) and not options.again:
-            continue
-        left = until - time.monotonic()
-        if left < LEAST_SECONDS:
-            print(f"the budget of {options.budget:.0f} s is spent before {task} {arm}", flush=True)
-            break
-        print(f"{task} {arm} ...", end=" ", flush=True)
-        limit = min(options.timeout or PLANS[task].timeout, left)
-        result = run_arm(__file__, arm, words_for(task, options), limit, options.cache)
-        print(f"{line(result)}, {result['process_s']:.0f} s in all", flush=True)
-        if options.profile:
-            known.setdefault("profiles", {})[arm] = result
-        else:
-            known["results"][arm] = result
-        conclude(task, known, options)
-        write_json(file, content)
+    waiting = [pair for pair in order(options) if options.again or not is_measured(found_in(content, *pair))]
+    if options.preload:
+        preload()
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Turns(folder)
+        running: dict[tuple[str, str], StartedArm] = {}
+        until = time.monotonic() + options.budget
+        try:
+            while waiting or running:
+                for pair in [pair for pair, arm in running.items() if arm.is_over()]:
+                    arm = running.pop(pair)
+                    result = arm.result()
+                    turns.leave(arm.process.pid)
+                    keep(content, *pair, result, options)
+                    write_json(file, content)
+                left = until - time.monotonic()
+                if waiting and left < LEAST_SECONDS:
+                    print(f"the budget of {options.budget:.0f} s is spent before {waiting}", flush=True)
+                    waiting = []
+                start_fitting(waiting, running, turns, left, options)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for arm in running.values():
+                end(arm.process)
     return content
+
+
+def start_fitting(
+    waiting: list[tuple[str, str]],
+    running: dict[tuple[str, str], StartedArm],
+    turns: Turns,
+    left: float,
+    options: argparse.Namespace,
+) -> None:
+    """Start the next arms as long as there is a place and memory for them, and none is timed."""
+    for pair in list(waiting):
+        used = sum(PLANS[task].gib for task, _ in running)
+        if len(running) >= options.beside or (running and used + PLANS[pair[0]].gib > MOST_GIB):
+            continue
+        with turns.between() as is_free:
+            if not is_free:
+                return
+            task, arm = pair
+            print(f"{task} {arm} ...", flush=True)
+            limit = min(options.timeout or PLANS[task].timeout, left)
+            shared = {TURNS: str(turns.folder)} if options.beside > 1 else {}
+            running[pair] = StartedArm(
+                arm, words_for(task, options), limit, options.cache,
+                script=__file__, main=main if options.preload else None, more=shared,
+            )  # fmt: skip
+            turns.enter(running[pair].process.pid)
+            waiting.remove(pair)
+
+
+def preload() -> None:
+    """Import what arms import, so that they can be forks of this process; the device is not touched."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    sys.path.insert(0, str(HERE.parent / "src"))
+    import compiled_loop  # noqa: F401
+    import figures  # noqa: F401
+    import kernels  # noqa: F401
+    import torch
+    import transformers
+    import workloads  # noqa: F401
+
+    import loopwright
+
+    with suppress(ImportError):
+        import peft  # noqa: F401
+    for library in (transformers, loopwright):
+        assert library.Trainer and library.TrainingArguments
+    names = ("Llama", "GPT2", "Bert", "T5", "Whisper", "ViT", "ConvNext", "ResNet")
+    assert all(getattr(transformers, f"{name}Model") for name in names)
+    assert not torch.cuda.is_initialized()
+
+
+def found_in(content: Result, task: str, arm: str) -> Result:
+    return content["tasks"].get(task, {}).get("results", {}).get(arm, {})
+
+
+def keep(content: Result, task: str, arm: str, result: Result, options: argparse.Namespace) -> None:
+    """Add the result of an arm, print it, and conclude."""
+    known = content["tasks"].setdefault(task, {"about": PLANS[task].about, "results": {}})
+    if options.beside > 1:  # others were getting ready on the same cores, and used the device for that
+        result |= dict.fromkeys(UNDISTURBED) if result.get("status") == "ok" else {}
+    print(f"{task} {arm}: {line(result)}, {result['process_s']:.0f} s in all", flush=True)
+    if options.profile:
+        known.setdefault("profiles", {})[arm] = result
+    else:
+        known["results"][arm] = result
+    conclude(task, known, options)
 
 
 def is_measured(result: Result) -> bool:
@@ -187,11 +268,12 @@ def is_measured(result: Result) -> bool:
 
 
 def order(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Arms in turn for all tasks, or all arms of one task after the other."""
+    """Arms in turn for all tasks, or all arms of one task after the other, without those that are skipped."""
     if options.by_task:
-        yield from ((task, arm) for task in options.tasks for arm in options.arms)
+        pairs = [(task, arm) for task in options.tasks for arm in options.arms]
     else:
-        yield from ((task, arm) for arm in options.arms for task in options.tasks)
+        pairs = [(task, arm) for arm in options.arms for task in options.tasks]
+    yield from (pair for pair in pairs if ":".join(pair) not in options.skip)
 
 
 def words_for(task: str, options: argparse.Namespace) -> list[str]:
@@ -220,7 +302,10 @@ def line(result: Result) -> str:
         return f"profiled\n{text(result['profile'])}\n"
     if result["status"] != "ok":
         return f"{result['status']}: {result.get('note', '')}\n{result.get('log', '')}".rstrip()
-    return f"{result['ms_per_update']:,.2f} ms per update, first after {result['first_update_s']:.1f} s"
+    first, peak = result.get("first_update_s"), result.get("peak_gib")
+    after = "" if first is None else f", first after {first:.1f} s, ready after {result['ready_s']:.1f} s"
+    memory = "" if peak is None else f", {peak:.1f} GiB"
+    return f"{result['ms_per_update']:,.2f} ms per update{after}{memory} ({result.get('note', '')})"
 
 
 def show(content: Result, tasks: list[str]) -> None:
@@ -235,6 +320,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Ten everyday workloads, all arms on the same samples.")
     parser.add_argument("tasks", nargs="+", choices=[*PLANS, "all"], metavar="TASK", help=", ".join([*PLANS, "all"]))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS + OTHER_ARMS)
+    parser.add_argument("--skip", nargs="+", default=[], metavar="TASK:ARM", help="arms of tasks that are left out")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long the timed updates of an arm may take")
     parser.add_argument("--warmup", type=int, help="updates before the clock starts; the task's own number if not set")
     parser.add_argument("--updates", type=int, help="updates that are timed; the task's own number if not set")
@@ -242,6 +328,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--planned", type=int, default=FOREVER, help="updates the trainers plan for: max_steps")
     parser.add_argument("--timeout", type=float, help="seconds after which an arm is ended; the task's own if not set")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no other arm begins")
+    parser.add_argument("--beside", type=int, default=1, help="arms that get ready at a time; one is timed")
+    parser.add_argument("--preload", action="store_true", help="arms are forks of a process that has imported all")
     parser.add_argument("--by-task", action="store_true", help="all arms of a task before the next task")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
     parser.add_argument("--cache", type=Path, help="a folder for compiled code, kept between runs; cold if not set")

@@ -1,9 +1,11 @@
 """What padding costs on a CPU: a tiny Llama and a tiny BERT on mixed lengths, 32 samples per update, fp32.
 
-    python benchmarks/layouts.py [--cases llama-8x4 ...] [--arms ours transformers ...] [--rounds 3] [--json FILE]
+    python benchmarks/layouts.py [--cases llama-8x4 ...] [--arms ours transformers ...] [--rounds 3] [--cpu-time]
+                                 [--json FILE]
 
 Arms take turns in every round, each in a process of its own, and the ratio of a round is taken within it: on a busy
-machine only ratios mean something. Losses have to be transformers' to 1e-5. Lengths have the shape of the mixed set
+machine only ratios mean something. With `--cpu-time` seconds are those of the arm's own threads, which other processes
+disturb least. Losses have to be transformers' to 1e-5. Lengths have the shape of the mixed set
 (log-normal, sigma 1) at an eighth of its size, so that the share of padding is the same and a run takes seconds.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ VOCABULARY, WIDTH, INNER, LAYERS, HEADS = 512, 128, 256, 2, 4
 SAMPLES_PER_UPDATE = 32
 TIMED, WARMUP = 4, 1
 SHOWN = (SAMPLES, TOKENS, *COLUMNS[2:4])
+CLOCKS = {False: time.perf_counter, True: time.process_time}
 TOLERANCE = Tolerance(each=1e-5)
 TARGETS = [Target("3.5 x transformers' samples/s", "samples_per_s", 3.5, "transformers")]
 
@@ -67,7 +71,7 @@ def work(case: str, arm: str, options: argparse.Namespace) -> Result:
         build=size.build if model == "llama" else lambda: size.build(dropout=0.0),
         data=Texts(kind, 64 * SAMPLES_PER_UPDATE, MIXED_EIGHTH, VOCABULARY, pool=1 << 16),
         operations=size.operations,
-        watch=Watch("cpu", warmup=WARMUP, updates=options.updates),
+        watch=Watch("cpu", warmup=options.warmup, updates=options.updates, clock=CLOCKS[options.cpu_time]),
         micro=micro,
         accumulation=accumulation,
         bf16=False,
@@ -116,7 +120,7 @@ def combined(arm: str, answers: dict[str, list[Result]]) -> Result:
 def measure(options: argparse.Namespace, words: list[str]) -> Result:
     """All cases, one process per arm for the whole of it."""
     workers = {arm: Worker(__file__, arm, words) for arm in options.arms}
-    content: Result = {"benchmark": "layouts", "task": about(), "cases": {}, "targets": {}}
+    content: Result = {"benchmark": "layouts", "task": about(options), "cases": {}, "targets": {}}
     try:
         for worker in workers.values():
             content = {**worker.ask({"case": None}, options.timeout).get("described", {}), **content}
@@ -134,11 +138,12 @@ def measure(options: argparse.Namespace, words: list[str]) -> Result:
     return content
 
 
-def about() -> Result:
+def about(options: argparse.Namespace) -> Result:
     return {
         "models": f"{LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}, dropout 0, fp32",
         "samples per update": SAMPLES_PER_UPDATE,
         "lengths": asdict(MIXED_EIGHTH),
+        "seconds": "CPU time of the arm's process" if options.cpu_time else "wall time",
     }
 
 
@@ -148,6 +153,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=CHOICES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=TIMED, help="timed updates of each run")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="updates before them, which also prove and plan")
+    parser.add_argument("--cpu-time", action="store_true", help="time of the arm's own threads instead of the wall's")
     parser.add_argument("--threads", type=int, default=1, help="of every arm; one depends least on the other load")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a run is given up")
     parser.add_argument("--json", type=Path, help="where the numbers go; benchmarks/results/ if not said")
@@ -162,7 +169,7 @@ def main() -> None:
     if options.arm:
         serve(lambda request: answer(request, options))
         return
-    print(f"layouts: {describe(about())}", flush=True)
+    print(f"layouts: {describe(about(options))}", flush=True)
     measure(options, sys.argv[1:])
 
 

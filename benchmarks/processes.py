@@ -7,6 +7,7 @@ import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+
+POLL_SECONDS = 0.02
 
 Result = dict[str, Any]
 
@@ -41,34 +44,99 @@ def run_arm(
     script: str | Path, arm: str, words: Iterable[str], timeout: float, cache: Path | None = None
 ) -> Result:
     """Run one arm in a process of its own and return the lines it wrote, merged."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        into, log = Path(folder, "lines.jsonl"), Path(folder, "log")
-        command = [sys.executable, str(script), *words, "--arm", arm, "--into", str(into)]
-        started = time.perf_counter()
-        with open(log, "w") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(folder, cache),
-                cwd=folder, start_new_session=True,
-            )  # fmt: skip
-            try:
-                code: int | None = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                end(process)
-        result = merged(into)
-        result["process_s"] = time.perf_counter() - started
-        if code is None:
-            result |= {"status": "timed out", "note": f"not done after {timeout:.0f} s"}
+    started = StartedArm(arm, words, timeout, cache, script=script)
+    while not started.is_over():
+        time.sleep(POLL_SECONDS)
+    return started.result()
+
+
+class StartedArm:
+    """An arm in a process of its own: a new interpreter, or a fork of this one that has imported the libraries.
+
+    A fork saves the imports of every arm; this process must not have touched the device then.
+    """
+
+    def __init__(
+        self, arm: str, words: Iterable[str], timeout: float, cache: Path | None = None, *,
+        script: str | Path = "", main: Callable[[list[str]], None] | None = None, more: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        folder, self._timeout, self._code = self._folder.name, timeout, 0
+        self._into, self._log = Path(folder, "lines.jsonl"), Path(folder, "log")
+        given = [*words, "--arm", arm, "--into", str(self._into)]
+        variables = {**environment(folder, cache), **(more or {})}
+        self._started = time.perf_counter()
+        with open(self._log, "w") as out:
+            if main is not None:
+                self.process: Any = Fork(lambda: main(given), out.fileno(), variables, folder)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, str(script), *given], stdout=out, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, env=variables, cwd=folder, start_new_session=True,
+                )  # fmt: skip
+
+    def is_over(self) -> bool:
+        """Whether the process has ended or has taken too long."""
+        self._code = self.process.poll()
+        return self._code is not None or time.perf_counter() - self._started > self._timeout
+
+    def result(self) -> Result:
+        """End the process, and return the lines it wrote, merged."""
+        end(self.process)
+        result = merged(self._into)
+        result["process_s"] = time.perf_counter() - self._started
+        if self._code is None:
+            result |= {"status": "timed out", "note": f"not done after {self._timeout:.0f} s"}
         elif "status" not in result:
-            result |= {"status": "failed", "note": f"exit code {code}", "log": log.read_text(errors="replace")[-3000:]}
+            text = self._log.read_text(errors="replace")[-3000:]
+            result |= {"status": "failed", "note": f"exit code {self._code}", "log": text}
+        self._folder.cleanup()
         return result
 
 
-def end(process: subprocess.Popen[Any]) -> None:
+class Fork:
+    """A copy of this process that calls a function; it has the methods of Popen that are used here."""
+
+    def __init__(self, run: Callable[[], None], output: int, variables: dict[str, str], folder: str) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._be_child(run, output, variables, folder)
+
+    @staticmethod
+    def _be_child(run: Callable[[], None], output: int, variables: dict[str, str], folder: str) -> None:
+        code = 1
+        try:
+            os.setsid()
+            os.chdir(folder)
+            os.environ.update(variables)
+            tempfile.tempdir = folder
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            run()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(POLL_SECONDS)
+
+
+def end(process: Any) -> None:
     """End the arm and the loader workers it started."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -60,6 +60,8 @@ class Task:
     """Whether every micro-batch has the same shapes."""
     channels_last: bool = False
     """Whether convolutions on images are most of it."""
+    widest: int | None = None
+    """Width of the longest rows, to which the hand-written loop pads all of them if that costs little."""
 
     @property
     def device(self) -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,37 +21,71 @@ FEWEST = 4
 
 
 TURNS = "LOOPWRIGHT_TURNS"
-"""Variable with the name of a file that arms share which get ready at the same time: one after the other is timed."""
+"""Variable with the name of a folder of arms that get ready at the same time: one after the other is timed."""
 QUIET_SECONDS = 1.0
-"""Time for the updates of others that are under way when an arm's turn begins."""
+"""Time for kernels that other arms have launched before they were stopped."""
 
 
 class Turns:
-    """Keeps arms from computing while another one is timed."""
+    """Stops all other arms, with their workers and compilers, while an arm is timed.
 
-    def __init__(self) -> None:
-        name = os.environ.get(TURNS)
-        self._file = open(name, "a") if name else None
+    The folder has a file named after the process group of each arm, and a lock for the one that is timed.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        name = folder or os.environ.get(TURNS)
+        self.folder = Path(name) if name else None
+        self._lock = open(self.folder / "lock", "a") if self.folder else None
         self.waited = 0.0
 
-    def pause(self, kind: int = fcntl.LOCK_SH) -> None:
-        """Wait while another arm is timed."""
-        if self._file is None:
+    def begin(self) -> None:
+        """Wait for the turn, and stop the others."""
+        if self._lock is None:
             return
         started = time.perf_counter()
-        fcntl.flock(self._file, kind)
-        if kind == fcntl.LOCK_SH:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        else:
-            time.sleep(QUIET_SECONDS)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.signal_others(signal.SIGSTOP)
+        time.sleep(QUIET_SECONDS)
         self.waited += time.perf_counter() - started
 
-    def begin(self) -> None:
-        self.pause(fcntl.LOCK_EX)
-
     def end(self) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        """Let the others go on."""
+        if self._lock is not None:
+            self.signal_others(signal.SIGCONT)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def signal_others(self, number: int) -> None:
+        for name in os.listdir(self.folder):
+            if name.isdigit() and int(name) != os.getpgrp():
+                with suppress(ProcessLookupError):
+                    os.killpg(int(name), number)
+
+    @contextmanager
+    def between(self) -> Iterator[bool]:
+        """Whether no arm is timed now; none begins within the context."""
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def enter(self, group: int) -> None:
+        """Add an arm."""
+        assert self.folder is not None
+        (self.folder / str(group)).touch()
+
+    def leave(self, group: int) -> None:
+        """Remove an arm; if it ended while it was timed, the others go on."""
+        assert self.folder is not None
+        (self.folder / str(group)).unlink()
+        with self.between() as is_free:
+            if is_free:
+                self.signal_others(signal.SIGCONT)
 
 
 @dataclass
@@ -70,7 +108,6 @@ class UpdateTimes(Watch):
         if self.done == 1:
             self.first = now
         if self.done < self.warmup:
-            self.turns.pause()
             return False
         if self.done == self.warmup:
             self.turns.begin()

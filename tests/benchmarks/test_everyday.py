@@ -54,6 +54,35 @@ def test_arms_of_a_task_train_the_same(arms: tuple[str, ...], tmp_path: Path) ->
     assert again["tasks"] == content["tasks"] and "..." not in again["printed"]
 
 
+def test_arms_that_get_ready_beside_each_other_train_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    arms = ("loopwright", "transformers", "hand-eager")
+    words = ("--arms", *arms, "--skip", f"{ALWAYS}:hand-eager", "--beside", "2", "--preload")
+    results = run(tmp_path, ALWAYS, *words)["tasks"][ALWAYS]["results"]
+    assert {arm: result["status"] for arm, result in results.items()} == dict.fromkeys(arms[:2], "ok"), results
+    assert all(result["ms_per_update"] > 0 and result["ready_s"] is None for result in results.values())
+
+
+def test_other_arms_are_stopped_while_one_is_timed(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+
+    def state() -> str:
+        return Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    try:
+        shared, turns = update_times.Turns(str(tmp_path)), update_times.Turns(str(tmp_path))
+        shared.enter(other.pid)
+        turns.begin()
+        with shared.between() as is_free:
+            assert state() == "T" and not is_free
+        turns.end()
+        with shared.between() as is_free:
+            assert state() != "T" and is_free
+    finally:
+        other.kill()
+        other.wait()
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("task", OTHERS)
 def test_all_arms_of_every_other_task_train_the_same(task: str, tmp_path: Path) -> None:
@@ -162,7 +191,7 @@ def test_samples_are_the_same_in_every_process() -> None:
 def test_the_hand_written_loop_pads_to_few_lengths() -> None:
     texts = lengths.Texts("pair", 8, lengths.SOURCE, 100, targets=lengths.TARGET, pool=4096)
     samples = [texts[i] for i in range(8)]
-    plain, wide = lengths.pad(samples), compiled_loop.Widened(lengths.pad)(samples)
+    plain, wide = lengths.pad(samples), compiled_loop.Widened(lengths.pad, 64)(samples)
     assert all(values.shape[1] % 64 == 0 for values in wide.values())
     assert (wide["labels"] != -100).sum() == (plain["labels"] != -100).sum()
     assert torch.equal(wide["attention_mask"].sum(1), plain["attention_mask"].sum(1))

@@ -263,6 +263,15 @@ def test_the_watch_stops_after_warm_up_and_whole_cycles(warmup: int, updates: in
     assert seen.elapsed > 0 and seen.first > seen.begun
 
 
+def test_a_watch_reads_the_clock_it_is_given() -> None:
+    ticks = iter(range(100))
+    seen = watch.Watch("cpu", warmup=1, updates=3, clock=lambda: float(next(ticks)))
+    seen.begin()
+    while not seen.update_done():
+        pass
+    assert seen.begun == 0.0 and all(float(time).is_integer() for _, time in seen.borders) and seen.elapsed >= 3.0
+
+
 # ---- a whole benchmark --------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,12 @@ def test_the_latest_numbers_are_shown_with_their_ratios(tmp_path: Path) -> None:
     assert table.rendered(page, tmp_path) == page
 
 
+def test_numbers_without_any_to_compare_them_with_replace_none_that_have_some(tmp_path: Path) -> None:
+    write(tmp_path, "everyday-2026-01-01.json", loopwright=arm(40.0), transformers=arm(100.0))
+    write(tmp_path, "everyday-2026-01-02.json", loopwright=arm(20.0))
+    assert "| 40.0 | - | - | 100.0 |" in table.rendered(PAGE, tmp_path)
+
+
 def test_a_void_arm_has_no_number_and_no_ratio(tmp_path: Path) -> None:
     write(tmp_path, "everyday-2026-01-01.json", loopwright=arm(40.0), hand={**arm(10.0), "status": "void"})
     page = table.rendered(PAGE, tmp_path)
