@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import math
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -31,6 +33,8 @@ SOURCE = Path(loopwright.__file__).parents[1]
 TIMES = ("runtime", "per_second", "flos", "step_time", "resumed_train_loss")
 """Parts of the names of numbers that measure time. transformers' `train_loss` of a resumed run averages the updates
 after the checkpoint over all updates of the run."""
+LONGEST = 300
+"""Seconds after which a function counts as hanging: the stacks of its threads are printed, and the process ends."""
 
 
 def main() -> None:
@@ -62,11 +66,15 @@ def _run_all(whose: str, folder: Path, wanted: list[str]) -> int:
             import loopwright.compat
 
             loopwright.compat.install()
+        started = time.monotonic()
         for each in wanted:
             module, name = each.split(".")
+            faulthandler.dump_traceback_later(LONGEST, exit=True)
             found = _result(importlib.import_module(f"tests.compat.{module}").RECIPES[name])
             Path(folder, f"{each}.json").write_text(json.dumps(found, default=str))
-            print(whose, each, "failed" if "error" in found else "done", flush=True)
+            seconds = time.monotonic() - started
+            print(f"{whose} {each} {'failed' if 'error' in found else 'done'} after {seconds:.0f} s", flush=True)
+        faulthandler.cancel_dump_traceback_later()
     except BaseException:
         traceback.print_exc()
         return 1
@@ -105,12 +113,15 @@ def results_of(
     command = [python, "-m", "tests.compat.running", str(folder), ",".join(owners), *wanted]
     with log.open("w") as stream:
         process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+        code = None
         try:
             code = process.wait(1500)
+        except subprocess.TimeoutExpired:
+            pass
         finally:
             with suppress(ProcessLookupError):  # also its children, if it did not end by itself
                 os.killpg(process.pid, signal.SIGKILL)
-    assert code == 0, log.read_text()[-4000:]
+    assert code == 0, f"{'timed out' if code is None else f'exit code {code}'}: {log.read_text()[-4000:]}"
     return {
         whose: {each.split(".")[1]: json.loads((folder / whose / f"{each}.json").read_text()) for each in wanted}
         for whose in owners
