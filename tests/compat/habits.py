@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -732,10 +733,11 @@ def variables_of_torchrun_for_one_process(folder: str) -> Rows:
         args = arguments(folder, max_steps=3, ddp_backend="gloo")
         trainer = Trainer(Plain(), args, train_dataset=vectors())
         found = logged(trainer)
-        return [
-            *found,
-            {"world": args.world_size, "rank": args.process_index, "first": trainer.is_world_process_zero()},
-        ]
+        is_first = trainer.is_world_process_zero()
+        # Freed before the process group: torch may deadlock if a DDP model is the last to refer to it.
+        trainer.model_wrapped = trainer.accelerator = trainer = None
+        gc.collect()
+        return [*found, {"world": args.world_size, "rank": args.process_index, "first": is_first}]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

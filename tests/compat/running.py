@@ -33,7 +33,7 @@ SOURCE = Path(loopwright.__file__).parents[1]
 TIMES = ("runtime", "per_second", "flos", "step_time", "resumed_train_loss")
 """Parts of the names of numbers that measure time. transformers' `train_loss` of a resumed run averages the updates
 after the checkpoint over all updates of the run."""
-LONGEST = 300
+LONGEST = 240
 """Seconds after which a function counts as hanging: the stacks of its threads are printed, and the process ends."""
 
 
