@@ -14,7 +14,7 @@ from ..data.static_shapes import IGNORED
 from .denominator import NOTHING, Denominator
 from .out_of_memory import is_out_of_memory
 from .probe import ANOTHER_SEED, LossProbe, Measured
-from .splitter import BatchSplitter, CannotSplit, split_all
+from .splitter import BatchSplitter, CannotSplit, places_in, split_all
 from .targets import count_samples, count_targets, find_targets
 
 MANY = 64
@@ -177,7 +177,7 @@ def pieces_of(
         elif size == 1:
             raise CannotSplit("micro-batches have one sample each and cannot be joined")
     pieces = [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
-    if first is batches[0] and len(batches) > 1 and _places_in(first) + _places_in(batches[1]) <= FEW_PLACES:
+    if first is batches[0] and len(batches) > 1 and places_in(first) + places_in(batches[1]) <= FEW_PLACES:
         halves = [splitter.half_of(batch) for batch in batches[:2]]
         size, both = count_samples(halves[0]), splitter.join(halves, may_ignore=may_ignore, pad_token=pad_token)
         if both is not None and count_samples(both) > size:  # the split in question
@@ -213,20 +213,13 @@ def part_of(inputs: Any, label_names: list[str]) -> Any:
 
 def rows_of(inputs: Any, label_names: list[str]) -> Any:
     """A few complete rows of a batch, at least two, for a comparison."""
-    if _places_in(inputs) <= FEW_PLACES or count_samples(inputs) < 8:
+    if places_in(inputs) <= FEW_PLACES or count_samples(inputs) < 8:
         return inputs
     try:
         half = split_all([inputs], 2)[0]
     except CannotSplit:
         return inputs
     return rows_of(half, label_names) if count_samples(half) < count_samples(inputs) else inputs
-
-
-def _places_in(inputs: Any) -> int:
-    """Rows times columns of the largest tensor, which the time of a forward depends on."""
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
-    sizes = [value.shape[0] * value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
-    return max(sizes, default=0)
 
 
 def padding_is_neutral(
@@ -240,7 +233,7 @@ def padding_is_neutral(
         return True
     padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
     try:
-        found = [probe.measure(each, items_of(each)).value for each in (dict(short), padded)]
+        found = [probe.measure(each, items_of(each), with_gradient=False).value for each in (dict(short), padded)]
     except Exception as error:  # a model that fails on the padded batch shows that padding matters
         if is_out_of_memory(error):
             raise

@@ -74,6 +74,8 @@ class LossFindings:
         self._looks = 0
         self._knows_division = False
         self._ratios: tuple[float, ...] | None = None
+        self._may_join: bool | None = None
+        """Whether batches may be padded to be joined, as far as these batches show it."""
 
     # ---- known properties --------------------------------------------------------------------------------------------
 
@@ -162,21 +164,29 @@ class LossFindings:
         splitter = BatchSplitter(self.label_names) if splitter is None else splitter
         halves = [splitter.half_of(each) for each in batches] if probe.may_leave_half else batches
         before, trouble = self.state_dict(), self.trouble
+
+        def again(these: list[Any]) -> None:
+            self.load_state_dict(before)
+            self.trouble = trouble
+            self._learn_from(these, probe, splitter)
+
         self._learn_from(halves, probe, splitter)
         if all(splitter.half_of(each) is each for each in batches[:2]) or (halves is batches and len(batches) == 1):
             return  # nothing was left out
-        splitter.may_halve = False
         try:
+            if halves is not batches and not self.is_additive:  # a model may need rows of one width
+                splitter.may_trim = False
+                again([splitter.half_of(each) for each in batches])
+            splitter.may_halve = False
             if not self._holds_for_all(batches, probe, splitter):
-                self.load_state_dict(before)
-                self.trouble = trouble
-                self._learn_from(batches, probe, splitter)
+                again(batches)
         finally:
-            splitter.may_halve = True
+            splitter.may_halve = splitter.may_trim = True
 
     def _learn_from(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
         if self._shift is None and self._knows_all_but_shift() and self._shift_is_no_matter(batches[0]):
             return  # not informative; nothing was computed
+        self._may_join = None
         self._looks += 1
         part = [part_of(batch, self.label_names) for batch in batches[:4]]
         is_part = any(mine is not other for mine, other in zip(part, batches, strict=False))
@@ -300,8 +310,13 @@ class LossFindings:
         rivals = self.rivals if len(self.rivals) > 1 else (Denominator(shifted=self.shifts), Denominator(SAMPLES))
         make = partial(pieces_of, self._telling_first(batches), splitter, self.label_names, rivals=rivals)
         if self.may_pad_labels or may_be_ignored(batches, self.label_names):
-            pieces = make(may_ignore=True, pad_token=self._padding or 0)
-            if padding_is_neutral(batches, pieces[0][0], probe, items_of=self.items_in, pad_token=self._padding or 0):
+            pad_token = self._padding or 0
+            pieces = make(may_ignore=True, pad_token=pad_token)
+            if self._may_join is None:
+                self._may_join = padding_is_neutral(
+                    batches, pieces[0][0], probe, items_of=self.items_in, pad_token=pad_token
+                )
+            if self._may_join:
                 return pieces
         return make(may_ignore=False, pad_token=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class CannotSplit(Exception):
 
 ENOUGH = 8
 """Samples of a batch of which half are just as informative: fewer may not show how a loss couples samples."""
+ENOUGH_PLACES = 2048
+"""Rows times columns of a batch below which it is not made smaller again."""
 
 
 class BatchSplitter:
@@ -62,6 +64,8 @@ class BatchSplitter:
         """Whether an entry has one row per sample, where that was tested."""
         self._asked = False
         self.may_halve = True
+        self.may_trim = True
+        """Whether a half may be that with the shortest rows, without what is padding in all of them."""
 
     def see(self, batch: Any) -> None:
         """Record the length of every entry of a batch of this size."""
@@ -97,16 +101,29 @@ class BatchSplitter:
         return pieces
 
     def half_of(self, batch: Any) -> Any:
-        """Half of a batch's samples; all of them if they are few or cannot be split.
+        """Half of a batch's samples, or fewer; all of them if they are few or cannot be split.
 
-        In single precision they take the memory that all of them take in half precision.
+        In single precision they take the memory that all of them take in half precision, and short ones less time.
         """
         if count_samples(batch) < ENOUGH or not self.may_halve:
             return batch
         try:
-            return self.split_all([batch], 2)[0]
+            if not self.may_trim:
+                return self.split_all([batch], 2)[0]
+            half = self._shortest_half(batch)
         except CannotSplit:
             return batch
+        return self.half_of(half) if places_in(half) > ENOUGH_PLACES else half
+
+    def _shortest_half(self, batch: Any) -> Any:
+        """Half of the samples, beside each other, whose longest is the shortest, without common padding."""
+        how, size, lengths = self._plan(batch), count_samples(batch), row_lengths(batch)
+        half, start = size // 2, 0
+        if lengths is not None:
+            windows = [lengths[begin : begin + half] for begin in range(size - half + 1)]
+            # Samples of one length would not tell what the loss is divided by.
+            start = min(range(len(windows)), key=lambda begin: (len(set(windows[begin])) == 1, max(windows[begin])))
+        return without_common_padding(_piece(batch, how, start, start + half), self._names)
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +228,42 @@ class BatchSplitter:
             else value
             for name, value in batch.items()
         }
+
+
+def places_in(inputs: Any) -> int:
+    """Rows times columns of the largest tensor, which the time of a forward depends on."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
+    sizes = [value.shape[0] * value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
+    return max(sizes, default=0)
+
+
+def row_lengths(batch: Any) -> list[int] | None:
+    """The tokens of each row by its mask; None without a mask on the host."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
+        return None
+    return [int(length) for length in mask.ne(0).sum(1)]
+
+
+def without_common_padding(batch: Any, names: Collection[str]) -> Any:
+    """A batch without the columns at its ends that are padding in all rows; unchanged where that is not clear.
+
+    `names` are the entries known to have one column per token; any other with as many columns leaves all as they are.
+    """
+    if row_lengths(batch) is None:
+        return batch
+    mask = batch["attention_mask"]
+    width, used = mask.shape[1], mask != 0
+    wide = {name: value for name, value in batch.items() if isinstance(value, Tensor) and width in value.shape[1:]}
+    if any(name not in names or width in value.shape[2:] or value.device.type != "cpu" for name, value in wide.items()):
+        return batch
+    for name in (name for name in wide if _is_label(name)):
+        used = used | (wide[name].flatten(2).any(-1) if wide[name].dim() > 2 else wide[name] != IGNORED)
+    columns = used.any(0).nonzero()
+    if not len(columns):
+        return batch
+    first, last = int(columns[0]), int(columns[-1])
+    return {name: value[:, first : last + 1] if name in wide else value for name, value in batch.items()}
 
 
 def split_all(batches: list[Any], parts: int) -> list[Any]:

@@ -160,7 +160,7 @@ class Prover:
             on_left = not all(axis.is_right_padded for axis in samples.axes.values())
             chosen = joined([long, usual, short], samples.paddings, on_left=on_left)
             batches = [self._here.put(chosen.padded())]
-            reference = self._prober.reference(chosen, batches, self._setting())
+            reference = self._prober.reference(chosen, batches, self._setting(), repeats=False)
             proof = self._prober.prove(candidate, reference, divided=True)
         except Exception:  # such samples cannot be made or run: real ones will be compared when they occur
             return None
