@@ -271,7 +271,7 @@ def test_the_core_imports_where_modules_of_unix_are_missing():
         for path in FRAMEWORK_FREE
         if path.stem != "__init__"
     )
-    run_python(code + "\nfrom loopwright.core.host_memory import host_peak\nassert host_peak() == 0")
+    run_python(code + "\nfrom loopwright.core.measure.host_memory import host_peak\nassert host_peak() == 0")
 
 
 def test_import_takes_less_than_100_ms():

@@ -10,7 +10,17 @@ import pytest
 
 from loopwright.config import trial
 from loopwright.config.trial import HEAVIEST, SAVED, STRIDE, WARM, TrialClock
-from loopwright.core.ledger import COMPILING, DATA, EVALUATION, PARTS, PREPARING, PROVING, SAVING, UPDATES, Seconds
+from loopwright.core.measure.ledger import (
+    COMPILING,
+    DATA,
+    EVALUATION,
+    PARTS,
+    PREPARING,
+    PROVING,
+    SAVING,
+    UPDATES,
+    Seconds,
+)
 
 pytestmark = pytest.mark.usefixtures("no_limit")
 

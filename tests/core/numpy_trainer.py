@@ -33,10 +33,10 @@ from loopwright.core.checkpoint.schema import named, number, record
 from loopwright.core.evaluation.entry import Evaluation
 from loopwright.core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from loopwright.core.internals import Internals
+from loopwright.core.measure.pacing import Pacing
 from loopwright.core.numpy_strategy import Array, LinearModel, Loss, Momentum, NumpyStrategy
 from loopwright.core.order import Order
 from loopwright.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
-from loopwright.core.pacing import Pacing
 from loopwright.core.part import DataPart, LossPart
 from loopwright.core.plan import Plan, make_plan
 from loopwright.core.randomness import NUMPY_RNG, PYTHON_RNG

@@ -66,7 +66,7 @@ def saves_of(config: Config, trainer: Trainer) -> int:
 def report_of(config: Config, trainer: Trainer, found: Measured, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the trial has shown, in JSON types; `notes` were printed when the data were read."""
     from ..config.trial import occurrences
-    from ..core.host_memory import free_memory, host_load
+    from ..core.measure.host_memory import free_memory, host_load
     from .explain import plan_of
 
     plan, args = plan_of(trainer), config.args

@@ -18,13 +18,13 @@ from .console import report_saves
 from .deferred_logs import LogPoint, can_defer_logs
 from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
-from .host_memory import MemoryMeter
 from .json_values import as_logs
-from .ledger import EVALUATION, SAVING
-from .meter import Reading
+from .measure.host_memory import MemoryMeter
+from .measure.ledger import EVALUATION, SAVING
+from .measure.meter import Reading
+from .measure.pacing import Pacing
 from .outputs import speed_metrics
 from .overrides import adapt, takes
-from .pacing import Pacing
 from .part import DataPart, LossPart, PushPart
 from .run import Run
 from .saved_state import SavedState

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .meter import Reading
+from .measure.meter import Reading
 from .overrides import is_overridden
 
 OURS = "loopwright."

@@ -22,10 +22,10 @@ from .console import report_beginning, report_saves, report_stop
 from .ending import status_after
 from .events import CallbackHandler
 from .hooks import Hooks
-from .ledger import SAVING
-from .ledger_file import read_ledger
 from .loop import run_training
-from .meter import Meter
+from .measure.ledger import SAVING
+from .measure.ledger_file import read_ledger
+from .measure.meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .part import PushPart

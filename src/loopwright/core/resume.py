@@ -19,12 +19,12 @@ from .checkpoint.schema import anything, check, count, flag, label, like, list_o
 from .checkpoint.space import check_space
 from .console import report_best
 from .log_history import LogHistory
-from .meter import saved_meter
+from .measure.meter import saved_meter
+from .measure.spikes import SAVED_SPIKES
 from .overrides import is_overridden
 from .packing import PackedPlan
 from .part import Part
 from .plan import Plan
-from .spikes import SAVED_SPIKES
 from .state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, TrainerState
 
 SAVED_ARGUMENTS = record({"per_device_train_batch_size": count(1), "gradient_accumulation_steps": count(1)})

@@ -12,7 +12,7 @@ from ..core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER,
 from ..core.checkpoint.json_files import documents_writer, read_json
 from ..core.checkpoint.schema import restoring
 from ..core.checkpoint.storage import folder_for
-from ..core.host_memory import free_memory
+from ..core.measure.host_memory import free_memory
 from ..core.overrides import adapt
 from ..core.resume import Resuming
 from ..notices import logger

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..args.names import DebugOption
 from ..args.paths import working_folder
-from ..core.ledger import PROVING
+from ..core.measure.ledger import PROVING
 from ..core.overrides import is_overridden
 from ..core.update import Update
 from ..notices import logger

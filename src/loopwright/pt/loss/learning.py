@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.ledger import PROVING
+from ...core.measure.ledger import PROVING
 from ...core.overrides import accepts, is_overridden, reaches_ours
 from ...core.part import LossPart
 from ...speed.proof.audit import is_turn

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .checkpoint.schema import any_number, count, either, list_of, maybe, named, number, record
+from ..checkpoint.schema import any_number, count, either, list_of, maybe, named, number, record
 from .named_values import Gather, NamedMeans
 
 _STATE = record(

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ModelError
+from ...errors import ModelError
 
 TAKEN = ("loss", "grad_norm", "learning_rate", "epoch", "step", "nonfinite_steps", "num_input_tokens_seen")
 """Names of the log that a loss cannot use."""

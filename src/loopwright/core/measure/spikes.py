@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from .checkpoint.schema import list_of, number, record
+from ..checkpoint.schema import list_of, number, record
 
 SAVED_SPIKES = record({"recent": list_of(number())})
 WINDOW = 8

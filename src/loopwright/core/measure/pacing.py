@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .part import Part
+from ..part import Part
+from ..update import Update
 from .throughput import ThroughputMeter
-from .update import Update
 
 
 class Pacing(Part):
