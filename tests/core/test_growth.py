@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from loopwright import TrainerCallback
 from loopwright.core import actions, saved_state
 from loopwright.core.checkpoint.json_files import documents_writer, write_json
-from loopwright.core.log_history import RECENT, LogHistory
+from loopwright.core.logs.log_history import RECENT, LogHistory
 from loopwright.core.measure.meter import READ_AT, Meter
 from loopwright.core.state import TrainerState
 

@@ -14,11 +14,11 @@ from ..args.problems import short
 from ..errors import MetricError, NonFiniteError, OutputError
 from ..notices import logger
 from .checkpoint.json_files import write_json
-from .console import report_saves
-from .deferred_logs import LogPoint, can_defer_logs
 from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
-from .json_values import as_logs
+from .logs.console import report_saves
+from .logs.deferred_logs import LogPoint, can_defer_logs
+from .logs.json_values import as_logs
 from .measure.host_memory import MemoryMeter
 from .measure.ledger import EVALUATION, SAVING
 from .measure.meter import Reading

@@ -8,8 +8,8 @@ from ..errors import LostRankError
 from ..notices import logger
 from .checkpoint.folder import folder_name
 from .checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
-from .console import report_saves
 from .interruption import interrupt
+from .logs.console import report_saves
 from .run import Run
 from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING

@@ -18,10 +18,10 @@ from .agreement import Agreement
 from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FINISHED
-from .console import report_beginning, report_saves, report_stop
 from .ending import status_after
 from .events import CallbackHandler
 from .hooks import Hooks
+from .logs.console import report_beginning, report_saves, report_stop
 from .loop import run_training
 from .measure.ledger import SAVING
 from .measure.ledger_file import read_ledger

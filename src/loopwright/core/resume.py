@@ -17,8 +17,8 @@ from .checkpoint.json_files import read_json
 from .checkpoint.manifest import read_manifest
 from .checkpoint.schema import anything, check, count, flag, label, like, list_of, maybe, record, restoring, text
 from .checkpoint.space import check_space
-from .console import report_best
-from .log_history import LogHistory
+from .logs.console import report_best
+from .logs.log_history import LogHistory
 from .measure.meter import saved_meter
 from .measure.spikes import SAVED_SPIKES
 from .overrides import is_overridden

@@ -8,7 +8,7 @@ from typing import Any
 
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FAILED, RUNNING
-from .deferred_logs import LogPoint
+from .logs.deferred_logs import LogPoint
 from .measure.ledger import Ledger
 from .measure.ledger_file import LedgerFile
 from .measure.meter import Meter

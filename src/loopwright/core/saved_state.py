@@ -7,8 +7,8 @@ from typing import Any
 
 from ..notices import Notices
 from .hooks import HookUser
-from .json_values import LEFT_OUT, json_or_left_out
-from .log_history import EncodedRows, LogHistory
+from .logs.json_values import LEFT_OUT, json_or_left_out
+from .logs.log_history import EncodedRows, LogHistory
 from .state import callback_states, restore_callback_states
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from ..errors import DataError
 from .actions import LoopActions
 from .agreement import Agreement
-from .console import report_saves
+from .logs.console import report_saves
 from .signals import Interrupted
 from .strategy import StepwiseStrategy
 from .update import Update, whole_batch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..core.console import report_saves
+from ..core.logs.console import report_saves
 from ..core.overrides import adapt, is_overridden
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...args.paths import working_folder
 from ...core.checkpoint.schema import check_part
-from ...core.incident import write_incident
+from ...core.logs.incident import write_incident
 from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp

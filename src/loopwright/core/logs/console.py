@@ -10,12 +10,12 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..args.logging import LEVELS
-from ..notices import logger
+from ...args.logging import LEVELS
+from ...notices import logger
 
 if TYPE_CHECKING:
-    from .actions import LoopActions
-    from .internals import Internals
+    from ..actions import LoopActions
+    from ..internals import Internals
 
 
 def report(trainer: LoopActions, text: str) -> None:

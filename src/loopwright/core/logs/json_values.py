@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import LogError
+from ...errors import LogError
 
 LEFT_OUT = object()
 """A value that cannot be saved."""

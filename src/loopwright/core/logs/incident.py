@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.json_files import write_json
+from ..checkpoint.json_files import write_json
 
 
 def write_incident(

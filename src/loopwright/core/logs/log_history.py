@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint.json_files import Encoded
+from ..checkpoint.json_files import Encoded
 from .json_values import LEFT_OUT
 
 RECENT = 100
