@@ -85,7 +85,7 @@ def course(forks: Forks, folder: Path) -> Course:
         numbers = [i for i, each in enumerate((SOURCES / file).read_text().splitlines(), 1) if text in each]
         return [moment for name, line, _, *both in seen if name == file and line in numbers for moment in both]
 
-    early, watch = "cli/early_signals.py", "core/signals.py"
+    early, watch = "cli/early_signals.py", "core/shutdown/signals.py"
     unwatched = [
         (0.0, max(moments(early, "signal.signal(each, stop)")) + 1),
         (min(moments(early, "for each, handler in earlier")), max(moments(watch, "signal.signal(number, self")) + 1),

@@ -42,7 +42,7 @@ from loopwright.core.plan import Plan, make_plan
 from loopwright.core.randomness import NUMPY_RNG, PYTHON_RNG
 from loopwright.core.resume import Resuming
 from loopwright.core.schedules import build_schedule
-from loopwright.core.signals import Interrupted
+from loopwright.core.shutdown.signals import Interrupted
 from loopwright.core.trainer import BaseTrainer
 from loopwright.core.update import MicroBatch, Update
 

@@ -14,7 +14,6 @@ from ..args.problems import short
 from ..errors import MetricError, NonFiniteError, OutputError
 from ..notices import logger
 from .checkpoint.json_files import write_json
-from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .logs.console import report_saves
 from .logs.deferred_logs import LogPoint, can_defer_logs
@@ -28,7 +27,8 @@ from .overrides import adapt, takes
 from .part import DataPart, LossPart, PushPart
 from .run import Run
 from .saved_state import SavedState
-from .signals import Interrupted
+from .shutdown.ending import leave, save_and_exit
+from .shutdown.signals import Interrupted
 from .strategy import Strategy
 from .update import Place, Update
 

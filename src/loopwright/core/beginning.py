@@ -14,9 +14,9 @@ from ..notices import logger
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
 from .continuation import count_call, interrupted_checkpoint, own_command
-from .interruption import is_interactive
 from .run_record import is_restart, is_started_again, is_take_over, job_id, launch_id, write_record
-from .signals import Interrupted
+from .shutdown.interruption import is_interactive
+from .shutdown.signals import Interrupted
 
 if TYPE_CHECKING:
     from .internals import Internals

@@ -20,7 +20,7 @@ from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE
 from .checkpoint.json_files import read_json
 from .checkpoint.run_id import FAILED, INTERRUPTED, RUNNING, CurrentRun
 from .checkpoint.schema import count, named, record
-from .interruption import is_interactive
+from .shutdown.interruption import is_interactive
 
 if TYPE_CHECKING:
     from .internals import Internals

@@ -18,7 +18,6 @@ from .agreement import Agreement
 from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FINISHED
-from .ending import status_after
 from .events import CallbackHandler
 from .hooks import Hooks
 from .logs.console import report_beginning, report_saves, report_stop
@@ -31,7 +30,8 @@ from .overrides import refuse_dead_overrides
 from .part import PushPart
 from .run import Run
 from .run_record import job_id, launch_id
-from .signals import Interrupted, SignalWatch
+from .shutdown.ending import status_after
+from .shutdown.signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
 from .trial import Trials

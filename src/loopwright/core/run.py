@@ -15,7 +15,7 @@ from .measure.meter import Meter
 from .measure.spikes import SpikeWatch
 from .measure.throughput import ThroughputMeter
 from .plan import Plan
-from .signals import SignalWatch
+from .shutdown.signals import SignalWatch
 from .state import Progress
 from .update import MicroBatch, Place, whole_batch
 

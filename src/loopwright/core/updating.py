@@ -10,7 +10,7 @@ from ..errors import DataError
 from .actions import LoopActions
 from .agreement import Agreement
 from .logs.console import report_saves
-from .signals import Interrupted
+from .shutdown.signals import Interrupted
 from .strategy import StepwiseStrategy
 from .update import Update, whole_batch
 from .user_code import add_note, add_note_of_step, describe, moment

@@ -14,7 +14,7 @@ from ..core.evaluation.metric_objects import MetricObjects
 from ..core.evaluation.metrics import full_name
 from ..core.outputs import EvalLoopOutput, PredictionOutput
 from ..core.overrides import is_overridden
-from ..core.signals import Interrupted
+from ..core.shutdown.signals import Interrupted
 from ..errors import DataError, MetricError
 from ..notices import logger
 from .host_batch import HostBatch

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.run_record import LAUNCH, RESUME
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError, LoopwrightError, MissingPackage
 from ..notices import logger
 from .machine import Machine

@@ -19,7 +19,7 @@ from ...core.evaluation.metric_objects import MetricObjects
 from ...core.evaluation.predictions import map_nested
 from ...core.outputs import EvalLoopOutput
 from ...core.overrides import adapt, is_overridden
-from ...core.signals import Interrupted
+from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update
 from ...core.user_code import add_note, add_note_of_step, describe
 from ...errors import DataError

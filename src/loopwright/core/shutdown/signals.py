@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ..notices import logger
+from ...notices import logger
 from .interruption import interrupt
 from .lost_output import discard_lost_output
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ..errors import LostRankError
-from ..notices import logger
-from .checkpoint.folder import folder_name
-from .checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
+from ...errors import LostRankError
+from ...notices import logger
+from ..checkpoint.folder import folder_name
+from ..checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
+from ..logs.console import report_saves
+from ..run import Run
+from ..run_record import note_stop
 from .interruption import interrupt
-from .logs.console import report_saves
-from .run import Run
-from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING
 
 if TYPE_CHECKING:
-    from .actions import LoopActions
+    from ..actions import LoopActions
 
 WISHES = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 """Requests that a run fulfils after it was resumed."""
