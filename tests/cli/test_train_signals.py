@@ -30,8 +30,8 @@ pytestmark = pytest.mark.xdist_group("cli-signals")
 
 SOURCES = Path(loopwright.__file__).parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PARTS = ("config/loading.py", "tasks/readers.py", "tasks/table_model.py", "config/run_control.py", "core/beginning.py",
-         "pt/optim/creation.py", "core/loop.py", "report/page.py")  # fmt: skip
+PARTS = ("config/loading.py", "tasks/readers.py", "tasks/table_model.py", "config/run_control.py",
+         "core/resuming/beginning.py", "pt/optim/creation.py", "core/loop.py", "report/page.py")  # fmt: skip
 """Files of the parts of a run, in order: configuration, data, model, trainer, folder, optimizer, updates, report."""
 COMPARED = ("step", "loss", "eval_loss", "learning_rate", "grad_norm", "train_loss", "epoch")
 

@@ -40,7 +40,7 @@ from loopwright.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutpu
 from loopwright.core.part import DataPart, LossPart
 from loopwright.core.plan import Plan, make_plan
 from loopwright.core.randomness import NUMPY_RNG, PYTHON_RNG
-from loopwright.core.resume import Resuming
+from loopwright.core.resuming.resume import Resuming
 from loopwright.core.schedules import build_schedule
 from loopwright.core.shutdown.signals import Interrupted
 from loopwright.core.trainer import BaseTrainer

@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..core.run_record import LAUNCH, RESUME, TAKE_OVER
+from ..core.resuming.run_record import LAUNCH, RESUME, TAKE_OVER
 from ..errors import ArgumentsError
 from ..launch import kubernetes, slurm, torchrun
 from ..launch.machine import this_machine

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..args.secrets import MASK
 from ..callbacks.metrics_file import FILE_NAME, read_metrics
 from ..core.events import TrainerCallback
-from ..core.run_record import read_record
+from ..core.resuming.run_record import read_record
 from ..errors import ArgumentsError, CheckpointError
 from ..notices import Notices
 from .json_output import add_json, show

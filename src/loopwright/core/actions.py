@@ -25,8 +25,8 @@ from .measure.pacing import Pacing
 from .outputs import speed_metrics
 from .overrides import adapt, takes
 from .part import DataPart, LossPart, PushPart
+from .resuming.saved_state import SavedState
 from .run import Run
-from .saved_state import SavedState
 from .shutdown.ending import leave, save_and_exit
 from .shutdown.signals import Interrupted
 from .strategy import Strategy
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .agreement import Agreement
     from .changes import Changes
     from .evaluation.entry import Evaluation
-    from .resume import Resuming
+    from .resuming.resume import Resuming
     from .trial import Trials
 
 

@@ -15,7 +15,6 @@ from ..args.paths import fixed_folder, is_url
 from ..errors import BusyError
 from ..notices import Notices, logger
 from .agreement import Agreement
-from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FINISHED
 from .events import CallbackHandler
@@ -28,8 +27,9 @@ from .measure.meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .part import PushPart
+from .resuming.beginning import begin_run
+from .resuming.run_record import job_id, launch_id
 from .run import Run
-from .run_record import job_id, launch_id
 from .shutdown.ending import status_after
 from .shutdown.signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState

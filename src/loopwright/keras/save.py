@@ -14,7 +14,7 @@ from ..core.checkpoint.schema import restoring
 from ..core.checkpoint.storage import folder_for
 from ..core.measure.host_memory import free_memory
 from ..core.overrides import adapt
-from ..core.resume import Resuming
+from ..core.resuming.resume import Resuming
 from ..notices import logger
 from .checkpoint import (
     bytes_of,

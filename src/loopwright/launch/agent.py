@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import handler
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ..core.run_record import RESUME, STOPPED
+from ..core.resuming.run_record import RESUME, STOPPED
 from ..core.shutdown.parent import TIME_TO_SAVE
 from ..core.shutdown.signals import ECHO, STOPPED_AFTER_SAVING
 from ..errors import LoopwrightError

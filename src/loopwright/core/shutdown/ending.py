@@ -9,8 +9,8 @@ from ...notices import logger
 from ..checkpoint.folder import folder_name
 from ..checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
 from ..logs.console import report_saves
+from ..resuming.run_record import note_stop
 from ..run import Run
-from ..run_record import note_stop
 from .interruption import interrupt
 from .signals import STOPPED_AFTER_SAVING
 

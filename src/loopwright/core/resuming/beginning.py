@@ -7,19 +7,19 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..args.paths import working_folder
-from ..args.problems import short
-from ..errors import CheckpointError, LoopwrightError, OutputError, OwnerError
-from ..notices import logger
-from .checkpoint.manager import CheckpointManager
-from .checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
+from ...args.paths import working_folder
+from ...args.problems import short
+from ...errors import CheckpointError, LoopwrightError, OutputError, OwnerError
+from ...notices import logger
+from ..checkpoint.manager import CheckpointManager
+from ..checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
+from ..shutdown.interruption import is_interactive
+from ..shutdown.signals import Interrupted
 from .continuation import count_call, interrupted_checkpoint, own_command
 from .run_record import is_restart, is_started_again, is_take_over, job_id, launch_id, write_record
-from .shutdown.interruption import is_interactive
-from .shutdown.signals import Interrupted
 
 if TYPE_CHECKING:
-    from .internals import Internals
+    from ..internals import Internals
 
 Request = str | bool | None
 """The value of resume_from_checkpoint."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from .checkpoint.folder import STATE
-from .state import TrainerState
+from ..checkpoint.folder import STATE
+from ..state import TrainerState
 
 CHANGES = {
     ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"):

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..args.secrets import masked_words
-from ..errors import CheckpointError
-from ..notices import logger
-from .checkpoint.json_files import read_json
-from .checkpoint.run_id import CurrentRun
-from .checkpoint.schema import named
+from ...args.secrets import masked_words
+from ...errors import CheckpointError
+from ...notices import logger
+from ..checkpoint.json_files import read_json
+from ..checkpoint.run_id import CurrentRun
+from ..checkpoint.schema import named
 
 FILE = "run.json"
 RECORD = named()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..notices import Notices
-from .hooks import HookUser
-from .logs.json_values import LEFT_OUT, json_or_left_out
-from .logs.log_history import EncodedRows, LogHistory
-from .state import callback_states, restore_callback_states
+from ...notices import Notices
+from ..hooks import HookUser
+from ..logs.json_values import LEFT_OUT, json_or_left_out
+from ..logs.log_history import EncodedRows, LogHistory
+from ..state import callback_states, restore_callback_states
 
 
 class SavedState(HookUser):

@@ -14,16 +14,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..args.secrets import masked_words
-from ..notices import logger
-from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE
-from .checkpoint.json_files import read_json
-from .checkpoint.run_id import FAILED, INTERRUPTED, RUNNING, CurrentRun
-from .checkpoint.schema import count, named, record
-from .shutdown.interruption import is_interactive
+from ...args.secrets import masked_words
+from ...notices import logger
+from ..checkpoint.folder import ARGUMENTS, PROGRESS, STATE
+from ..checkpoint.json_files import read_json
+from ..checkpoint.run_id import FAILED, INTERRUPTED, RUNNING, CurrentRun
+from ..checkpoint.schema import count, named, record
+from ..shutdown.interruption import is_interactive
 
 if TYPE_CHECKING:
-    from .internals import Internals
+    from ..internals import Internals
 
 WITHOUT_EFFECT = ("resume_from_checkpoint", "take_over", "local_rank", "run_name", "logging_dir")
 """Arguments that may differ between two starts of the same run."""

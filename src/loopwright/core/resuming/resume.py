@@ -7,25 +7,25 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..args.paths import is_url, working_folder
-from ..errors import CheckpointError
-from ..notices import logger
+from ...args.paths import is_url, working_folder
+from ...errors import CheckpointError
+from ...notices import logger
+from ..checkpoint.best import name_of, own_checkpoint
+from ..checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name, step_in_name
+from ..checkpoint.json_files import read_json
+from ..checkpoint.manifest import read_manifest
+from ..checkpoint.schema import anything, check, count, flag, label, like, list_of, maybe, record, restoring, text
+from ..checkpoint.space import check_space
+from ..logs.console import report_best
+from ..logs.log_history import LogHistory
+from ..measure.meter import saved_meter
+from ..measure.spikes import SAVED_SPIKES
+from ..overrides import is_overridden
+from ..packing import PackedPlan
+from ..part import Part
+from ..plan import Plan
+from ..state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, TrainerState
 from .changed_arguments import changed_arguments, changed_intervals
-from .checkpoint.best import name_of, own_checkpoint
-from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name, step_in_name
-from .checkpoint.json_files import read_json
-from .checkpoint.manifest import read_manifest
-from .checkpoint.schema import anything, check, count, flag, label, like, list_of, maybe, record, restoring, text
-from .checkpoint.space import check_space
-from .logs.console import report_best
-from .logs.log_history import LogHistory
-from .measure.meter import saved_meter
-from .measure.spikes import SAVED_SPIKES
-from .overrides import is_overridden
-from .packing import PackedPlan
-from .part import Part
-from .plan import Plan
-from .state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, TrainerState
 
 SAVED_ARGUMENTS = record({"per_device_train_batch_size": count(1), "gradient_accumulation_steps": count(1)})
 """arguments.json: any values; these two are computed with."""
@@ -45,6 +45,7 @@ PROGRESS_DOCUMENT = record(
 POSITION = ("last_epoch", "_step_count", "updates")
 RATES = ("base_lrs", "_last_lr", "base", "rate")
 """Names in the states of schedules; a schedule has some of them."""
+
 
 class Resuming(Part):
     """The framework-independent part of saving and resuming."""
