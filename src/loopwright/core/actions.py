@@ -33,8 +33,8 @@ from .strategy import Strategy
 from .update import Place, Update
 
 if TYPE_CHECKING:
-    from .agreement import Agreement
     from .changes import Changes
+    from .distributed.agreement import Agreement
     from .evaluation.entry import Evaluation
     from .resuming.resume import Resuming
     from .trial import Trials

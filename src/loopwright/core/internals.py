@@ -14,9 +14,9 @@ from ..args.base import BaseArguments
 from ..args.paths import fixed_folder, is_url
 from ..errors import BusyError
 from ..notices import Notices, logger
-from .agreement import Agreement
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FINISHED
+from .distributed.agreement import Agreement
 from .events import CallbackHandler
 from .hooks import Hooks
 from .logs.console import report_beginning, report_saves, report_stop

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ..errors import DataError
 from .actions import LoopActions
-from .agreement import Agreement
+from .distributed.agreement import Agreement
 from .logs.console import report_saves
 from .shutdown.signals import Interrupted
 from .strategy import StepwiseStrategy

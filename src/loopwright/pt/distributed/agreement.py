@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 
-from ...core.agreement import Agreement, Description
-from ...core.description import described, digest, name_of
+from ...core.distributed.agreement import Agreement, Description
+from ...core.distributed.description import described, digest, name_of
 from ...core.overrides import is_overridden
 from ...errors import ModelError
 from ..checkpoint.tensors import plain_module

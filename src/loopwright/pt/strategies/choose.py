@@ -16,7 +16,7 @@ from ...args.distributed import DistributedArgs
 from ...args.process import ProcessInfo
 from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
 from ...args.zero import contradictions, stage_of
-from ...core.agreement import compare_arguments
+from ...core.distributed.agreement import compare_arguments
 from ...errors import ArgumentsError
 from ..devices import is_lazy
 from ..distributed.process_group import Processes, open_processes

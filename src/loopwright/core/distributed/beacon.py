@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE = str(Path(__file__).resolve().parents[2])
 
 # Functions of loopwright that identify a phase; the innermost one on the stack is used.
 PHASES = {

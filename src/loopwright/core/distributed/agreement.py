@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..args.base import BaseArguments
-from ..args.secrets import masked_text
-from ..errors import CheckpointError, RanksDisagree
-from .checkpoint.schema import label
+from ...args.base import BaseArguments
+from ...args.secrets import masked_text
+from ...errors import CheckpointError, RanksDisagree
+from ..checkpoint.schema import label
+from ..part import Part
 from .description import described, described_arguments, described_code, digest, methods_of, name_of, versions
-from .part import Part
 
 Gather = Callable[[list[float]], list[list[float]]]
 """Numbers of this rank -> the numbers of all ranks, by rank."""

@@ -12,9 +12,9 @@ from importlib import metadata
 from types import CodeType
 from typing import Any
 
-from ..args.base import BaseArguments, plain, without_secrets
-from ..args.field import specs
-from ..args.reading import read_dict
+from ...args.base import BaseArguments, plain, without_secrets
+from ...args.field import specs
+from ...args.reading import read_dict
 
 DEEPEST = 6
 """Levels of nested values that are described."""
