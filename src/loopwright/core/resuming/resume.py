@@ -21,9 +21,9 @@ from ..logs.log_history import LogHistory
 from ..measure.meter import saved_meter
 from ..measure.spikes import SAVED_SPIKES
 from ..overrides import is_overridden
-from ..packing import PackedPlan
 from ..part import Part
 from ..plan import Plan
+from ..sampling.packing import PackedPlan
 from ..state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, TrainerState
 from .changed_arguments import changed_arguments, changed_intervals
 

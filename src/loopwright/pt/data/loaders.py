@@ -15,7 +15,7 @@ from ...args.base import BaseArguments
 from ...args.data import DataArgs
 from ...args.hardware import HardwareArgs
 from ...core.order import Order
-from ...core.packing import Packing
+from ...core.sampling.packing import Packing
 from ...core.user_code import add_note, describe_items
 from ...errors import ArgumentsError, DataError
 from ...snapshot import restore_rng

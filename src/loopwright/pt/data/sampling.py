@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from ...args.reading import read_dict
-from ...core.mixing import MixedOrder
 from ...core.overrides import adapt
+from ...core.sampling.mixing import MixedOrder
 from ...core.update import Place
 from ...errors import ArgumentsError
 from ...snapshot import untouched_rng

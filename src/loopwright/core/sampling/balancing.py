@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .order import Indices, Order
+from ..order import Indices, Order
 
 TOKEN = 1000
 """Cost of a token, in pairs of tokens of attention: that of transformers' batch_rebalance."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .order import EpochOrder, Indices, Order, grouped_by_length
+from ..order import EpochOrder, Indices, Order, grouped_by_length
 
 Weights = Mapping[str, Any]
 """A number for each source, or a list of [step, weight]: constant before the first and after the last of them."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from .order import Indices, Order
-from .plan import Plan
+from ..order import Indices, Order
+from ..plan import Plan
 
 COUNTED_EPOCHS = 1000
 """Epochs whose updates are counted exactly when max_steps sets the length: a huge max_steps may mean "for ever"."""
