@@ -23,7 +23,6 @@ from .measure.ledger import EVALUATION, SAVING
 from .measure.meter import Reading
 from .measure.pacing import Pacing
 from .outputs import speed_metrics
-from .overrides import adapt, takes
 from .part import DataPart, LossPart, PushPart
 from .resuming.saved_state import SavedState
 from .run import Run
@@ -31,6 +30,7 @@ from .shutdown.ending import leave, save_and_exit
 from .shutdown.signals import Interrupted
 from .strategy import Strategy
 from .update import Place, Update
+from .user_code.overrides import adapt, takes
 
 if TYPE_CHECKING:
     from .changes import Changes

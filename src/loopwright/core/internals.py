@@ -25,7 +25,6 @@ from .measure.ledger import SAVING
 from .measure.ledger_file import read_ledger
 from .measure.meter import Meter
 from .outputs import TrainOutput, speed_metrics
-from .overrides import refuse_dead_overrides
 from .part import PushPart
 from .resuming.beginning import begin_run
 from .resuming.run_record import job_id, launch_id
@@ -36,7 +35,8 @@ from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
 from .trial import Trials
 from .updating import Updating
-from .user_code import add_note_of_call
+from .user_code.error_notes import add_note_of_call
+from .user_code.overrides import refuse_dead_overrides
 
 
 class Internals(Updating):

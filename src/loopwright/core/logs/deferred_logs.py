@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..measure.meter import Reading
-from ..overrides import is_overridden
+from ..user_code.overrides import is_overridden
 
 OURS = "loopwright."
 BETWEEN = ("on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step",

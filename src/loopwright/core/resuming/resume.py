@@ -20,11 +20,11 @@ from ..logs.console import report_best
 from ..logs.log_history import LogHistory
 from ..measure.meter import saved_meter
 from ..measure.spikes import SAVED_SPIKES
-from ..overrides import is_overridden
 from ..part import Part
 from ..plan import Plan
 from ..sampling.packing import PackedPlan
 from ..state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, TrainerState
+from ..user_code.overrides import is_overridden
 from .changed_arguments import changed_arguments, changed_intervals
 
 SAVED_ARGUMENTS = record({"per_device_train_batch_size": count(1), "gradient_accumulation_steps": count(1)})

@@ -16,7 +16,7 @@ from ...args.data import DataArgs
 from ...args.hardware import HardwareArgs
 from ...core.order import Order
 from ...core.sampling.packing import Packing
-from ...core.user_code import add_note, describe_items
+from ...core.user_code.error_notes import add_note, describe_items
 from ...errors import ArgumentsError, DataError
 from ...snapshot import restore_rng
 from .loading_errors import NotedInWorker, NotedSamples, raise_for_main

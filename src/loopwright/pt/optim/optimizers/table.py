@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ....args.optimizer import OptimizerArgs
-from ....core.user_code import add_note
+from ....core.user_code.error_notes import add_note
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged
 from .decay import check_trainable, parameter_groups

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..args.field import nearest
-from ..errors import ArgumentsError, ModelError, UnknownArgument
-from ..notices import logger
-from .evaluation.loop import needs_compute_result
-from .user_code import add_note, describe
+from ...args.field import nearest
+from ...errors import ArgumentsError, ModelError, UnknownArgument
+from ...notices import logger
+from ..evaluation.loop import needs_compute_result
+from .error_notes import add_note, describe
 
 if TYPE_CHECKING:
-    from ..args.base import BaseArguments
+    from ...args.base import BaseArguments
 
 
 def adopt_tokenizer(trainer: str, parameters: Iterable[str], processing_class: Any, others: dict[str, Any]) -> Any:

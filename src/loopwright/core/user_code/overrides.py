@@ -8,7 +8,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..errors import OverrideError
+from ...errors import OverrideError
 
 NEVER_CALLED = {
     "_inner_training_loop": "training_step or compute_loss for a step, a callback for what happens between steps",

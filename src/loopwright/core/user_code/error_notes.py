@@ -8,11 +8,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import LoopwrightError
+from ...errors import LoopwrightError
 
 BEGINNING = "raised in "
 """How every note begins: an error that passes several parts has the note of the first."""
-PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE = str(Path(__file__).resolve().parents[2])
 INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name.endswith(("lib", "stdlib"))})
 """Folders of the standard library and of installed packages."""
 MOST = 8
