@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .field import Group, arg, between, list_of_names, positive, whole_lengths
-from .mixing import mixture_weights
+from .nested.mixing import mixture_weights
 
 
 @dataclass

@@ -13,11 +13,11 @@ from .evaluation import EvaluationArgs
 from .field import nearest
 from .logging import LoggingArgs
 from .names import IntervalStrategy, SaveStrategy
+from .nested.sharding import read_fsdp, read_parallelism, wants_fsdp
 from .optimizer import OptimizerArgs, why_refused
 from .precision import PrecisionArgs
 from .problems import Problems, shown
 from .saving import SavingArgs
-from .sharding import read_fsdp, read_parallelism, wants_fsdp
 from .tracking import REFUSED, TRACKERS, TrackingArgs, third_party
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base import BaseArguments
+    from ..base import BaseArguments
 
 AUTO = "auto"
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .field import advised
+from ..field import advised
 
 OPTIONS = ("lr_scale", "weight_decay", "freeze")
 
