@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from ..args.optimizer import why_refused
+from ..args.groups.optimizer import why_refused
 from .compatibility_notes import ABSENT, BETTER, NAMES
 
 BEGIN, END = "<!-- generated -->", "<!-- end -->"

@@ -45,8 +45,8 @@ def pages() -> dict[str, str]:
 
 def tensorflow_page() -> str:
     """What TFTrainingArguments adds and refuses; TensorFlow itself is not imported."""
+    from ..args.groups.tensorflow import TensorFlowArgs
     from ..args.reference import markdown_reference
-    from ..args.tensorflow import TensorFlowArgs
     from ..keras.refusals import refusals_table
 
     added = markdown_reference(TensorFlowArgs).partition("\n\n")[2]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..distributed import DistributedArgs
 from ..field import nearest
+from ..groups.distributed import DistributedArgs
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ...args.logging import LEVELS
+from ...args.groups.logging import LEVELS
 from ...notices import logger
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
 from ...args.base import BaseArguments
-from ...args.data import DataArgs
-from ...args.hardware import HardwareArgs
+from ...args.groups.data import DataArgs
+from ...args.groups.hardware import HardwareArgs
 from ...core.order import Order
 from ...core.sampling.packing import Packing
 from ...core.user_code.error_notes import add_note, describe_items

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...args.optimizer import OptimizerArgs
+from ...args.groups.optimizer import OptimizerArgs
 from ...args.reading import read_dict
 from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import ArgumentsError, ModelError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...args.base import BaseArguments
-from ...args.distributed import DistributedArgs
+from ...args.groups.distributed import DistributedArgs
 from ...args.nested.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
 from ...args.nested.zero import contradictions, stage_of
 from ...args.process import ProcessInfo

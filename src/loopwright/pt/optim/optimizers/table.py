@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ....args.optimizer import OptimizerArgs
+from ....args.groups.optimizer import OptimizerArgs
 from ....core.user_code.error_notes import add_note
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged

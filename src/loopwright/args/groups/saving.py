@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .field import Group, arg, path_or_flag, positive, steps_or_share
-from .names import SaveStrategy
+from ..field import Group, arg, path_or_flag, positive, steps_or_share
+from ..names import SaveStrategy
 
 if TYPE_CHECKING:
     Checkpoint = str | bool | None

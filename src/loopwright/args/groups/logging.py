@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from .field import Group, arg, one_of, steps_or_share
-from .names import IntervalStrategy
+from ..field import Group, arg, one_of, steps_or_share
+from ..names import IntervalStrategy
 
 LEVELS = {
     "detail": logging.DEBUG,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import NotAvailable
-from .field import Group, arg, configuration, names_or_flag, nearest, positive
+from ...errors import NotAvailable
+from ..field import Group, arg, configuration, names_or_flag, nearest, positive
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, between, names_or_pattern, non_negative
-from .names import OptimizerNames
-from .nested.param_groups import group_options
+from ..field import Group, arg, between, names_or_pattern, non_negative
+from ..names import OptimizerNames
+from ..nested.param_groups import group_options
 
 STEP_IN_BACKWARD = {
     "galore_adamw_layerwise": "galore_adamw",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, is_number, positive
+from ..field import Group, arg, is_number, positive
 
 _CLOCK_TIME = re.compile(r"(\d+-)?\d+:\d{1,2}:\d{1,2}(\.\d+)?")
 

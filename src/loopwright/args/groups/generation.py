@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .field import Group, arg, configuration, positive
+from ..field import Group, arg, configuration, positive
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg, positive
+from ..field import Group, arg, positive
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg, names_in, non_negative, positive, steps_or_share
-from .names import IntervalStrategy
+from ..field import Group, arg, names_in, non_negative, positive, steps_or_share
+from ..names import IntervalStrategy
 
 
 @dataclass

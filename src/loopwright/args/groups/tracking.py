@@ -9,8 +9,8 @@ from datetime import datetime
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from .field import Group, arg, text_or_false
-from .paths import working_folder
+from ..field import Group, arg, text_or_false
+from ..paths import working_folder
 
 TRACKERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",),

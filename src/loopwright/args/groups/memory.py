@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, non_negative, options, positive
+from ..field import Group, arg, non_negative, options, positive
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, options, steps_or_share
-from .names import SchedulerType
+from ..field import Group, arg, options, steps_or_share
+from ..names import SchedulerType
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, between, list_of_names, positive, whole_lengths
-from .nested.mixing import mixture_weights
+from ..field import Group, arg, between, list_of_names, positive, whole_lengths
+from ..nested.mixing import mixture_weights
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg
-from .names import HubStrategy
+from ..field import Group, arg
+from ..names import HubStrategy
 
 
 @dataclass
