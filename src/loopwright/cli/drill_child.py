@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
+from .commands.replay import INERT
 from .faults import FAULTS, Fault, Moment
 from .processes import NURSERY, nurse
-from .replay import INERT
 from .script import adjusted_trainers, script_in, split_at_dashes, without_reporters
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentsError, CheckpointError, ModelError
-from .command import Result, Usage, Words, run_command
+from ...errors import ArgumentsError, CheckpointError, ModelError
+from ..command import Result, Usage, Words, run_command
 
 if TYPE_CHECKING:
-    from ..config import Config
-    from ..pt.trainer import Trainer
+    from ...config import Config
+    from ...pt.trainer import Trainer
 
 TOLERANCE = 1e-3
 """Largest difference of outputs after merging an adapter, relative to the largest output."""
@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
 
 
 def _export(words: Words) -> Result:
-    from ..config import load_config
+    from ...config import load_config
 
     config = load_config(words.first("the configuration file of the run"), words.overrides)
     target = _target(words)
@@ -84,9 +84,9 @@ def _without_quantization(config: Config) -> Config:
 
 def loaded_trainer(config: Config, wanted: str | bool | None) -> tuple[Trainer, Path]:
     """The trainer of a configuration with the weights of a checkpoint of its run."""
-    from ..config import build_trainer
-    from ..core.checkpoint.manager import CheckpointManager
-    from ..notices import Notices
+    from ...config import build_trainer
+    from ...core.checkpoint.manager import CheckpointManager
+    from ...notices import Notices
 
     folder = str(config.args.output_dir)
     if not os.path.isdir(folder):
@@ -143,7 +143,7 @@ def _outputs(model: Any, batch: Any) -> Any:
 
 def _write(trainer: Trainer, target: Path) -> None:
     """Write the model beside its place first, so that an incomplete folder never has its name."""
-    from ..pt.checkpoint.weights import export_writer
+    from ...pt.checkpoint.weights import export_writer
 
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:

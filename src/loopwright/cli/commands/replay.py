@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..args.secrets import MASK
-from ..callbacks.metrics_file import FILE_NAME, read_metrics
-from ..core.events import TrainerCallback
-from ..core.resuming.run_record import read_record
-from ..errors import ArgumentsError, CheckpointError
-from ..notices import Notices
-from .json_output import add_json, show
-from .script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
+from ...args.secrets import MASK
+from ...callbacks.metrics_file import FILE_NAME, read_metrics
+from ...core.events import TrainerCallback
+from ...core.resuming.run_record import read_record
+from ...errors import ArgumentsError, CheckpointError
+from ...notices import Notices
+from ..json_output import add_json, show
+from ..script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
 
 if TYPE_CHECKING:
-    from ..args.base import BaseArguments
+    from ...args.base import BaseArguments
 
 COMPARED = ("loss", "grad_norm", "learning_rate")
 INERT = {"save_trigger_file": None, "max_runtime": None, "push_to_hub": False, "logging_dir": None}
@@ -55,9 +55,9 @@ class Replay:
 
     def adjust(self, trainer: Any, args: BaseArguments, callbacks: list[Any]) -> list[Any]:
         """Make a trainer write to the temporary folder; the first trainer of this run is replayed."""
-        from ..callbacks.notebook import NotebookProgressCallback
-        from ..callbacks.printer import PrinterCallback
-        from ..callbacks.progress import ProgressCallback
+        from ...callbacks.notebook import NotebookProgressCallback
+        from ...callbacks.printer import PrinterCallback
+        from ...callbacks.progress import ProgressCallback
 
         folder = str(self.scratch)
         if self.trainer is None and Path(str(args.output_dir)).resolve() == self.run:
@@ -83,7 +83,7 @@ class Replay:
 
     def train(self, trainer: Any) -> Any:
         """Replaces `train()`: replays the run's trainer; other trainers train normally."""
-        from ..core.trainer import BaseTrainer
+        from ...core.trainer import BaseTrainer
 
         if trainer is self.trainer:
             self._replay(trainer)
@@ -95,7 +95,7 @@ class Replay:
             BaseTrainer.train_instead = self.train
 
     def _replay(self, trainer: Any) -> None:
-        from ..core.loop import run_training
+        from ...core.loop import run_training
 
         self.start = self._checkpoint()
         trainer.add_callback(ReplayCallback(self))
@@ -111,7 +111,7 @@ class Replay:
 
     def _checkpoint(self) -> str | None:
         """The newest intact checkpoint before the step: one of the run, or the one its script resumed from."""
-        from ..core.checkpoint.manager import CheckpointManager
+        from ...core.checkpoint.manager import CheckpointManager
 
         manager = CheckpointManager(self.run, notices=Notices(quiet=True))
         complete = manager.complete()
@@ -127,7 +127,7 @@ class Replay:
 
 def _resumable(manager: Any, path: str) -> str:
     """The path of a checkpoint if it is intact and contains more than weights."""
-    from ..core.checkpoint.folder import PROGRESS
+    from ...core.checkpoint.folder import PROGRESS
 
     found = manager.find(path)
     if not os.path.isfile(os.path.join(path, PROGRESS)):
@@ -254,7 +254,7 @@ def _is_trusted(folder: Path, record: dict[str, Any]) -> bool:
 
 
 def _run_script(replay: Replay, script: Script) -> None:
-    from ..core.trainer import BaseTrainer
+    from ...core.trainer import BaseTrainer
 
     BaseTrainer.train_instead = replay.train
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .json_output import add_json, show
+from ..json_output import add_json, show
 
 DESCRIPTION = """Write a checkpoint in the format of transformers' Trainer to a new folder.
 
@@ -24,8 +24,8 @@ def run(words: list[str]) -> int:
     parser.add_argument("--prefix", default="", help="what the names of a Lightning module begin with, as in 'model.'")
     add_json(parser)
     options = parser.parse_args(words)
-    from ..errors import ArgumentsError
-    from ..pt.checkpoint.exchange import to_transformers
+    from ...errors import ArgumentsError
+    from ...pt.checkpoint.exchange import to_transformers
 
     if options.to == "native":
         raise ArgumentsError(

@@ -26,18 +26,18 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from ..args.field import nearest
-from ..args.problems import short
-from ..core.outputs import BestRun
-from ..errors import ArgumentsError
-from ..search.command_search import CommandSearch, MakeWords, script_words, text_of
-from ..search.entry import BACKENDS, chosen_backend
-from ..search.own_backend import PLANS
-from ..search.session import Request
-from ..search.space import Space, read_space
-from ..search.trials import RandomTrial
-from .json_output import add_json, show
-from .main import COMMANDS
+from ...args.field import nearest
+from ...args.problems import short
+from ...core.outputs import BestRun
+from ...errors import ArgumentsError
+from ...search.command_search import CommandSearch, MakeWords, script_words, text_of
+from ...search.entry import BACKENDS, chosen_backend
+from ...search.own_backend import PLANS
+from ...search.session import Request
+from ...search.space import Space, read_space
+from ...search.trials import RandomTrial
+from ..json_output import add_json, show
+from ..main import COMMANDS, main
 
 KEYS = ("space", "trials", "backend", "direction", "metric", "jobs", "options")
 OF_SCRIPTS = ("script", "args", "output_dir", "search")
@@ -151,7 +151,7 @@ def _task_command(document: Mapping[str, Any], path: Path) -> MakeWords:
     def words(values: dict[str, Any], place: str) -> list[str]:
         given = {**values, "output_dir": os.path.abspath(place)}
         overrides = [f"{key}={text_of(each)}" for key, each in given.items()]
-        return ["-m", f"{__package__}.main", TRAIN, str(rest), *overrides]
+        return ["-m", main.__module__, TRAIN, str(rest), *overrides]
 
     return words
 

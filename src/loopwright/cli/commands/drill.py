@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentsError, CheckpointError
-from ..notices import Notices
-from .drill_child import OUTPUT
-from .json_output import add_json, show
-from .processes import Anew, Launcher, Warm
-from .script import Script, script_in, split_at_dashes
-from .verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
+from ...errors import ArgumentsError, CheckpointError
+from ...notices import Notices
+from ..drill_child import OUTPUT
+from ..json_output import add_json, show
+from ..processes import Anew, Launcher, Warm
+from ..script import Script, script_in, split_at_dashes
+from ..verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
 
 FEWEST_STEPS = 10
 RESTARTS = 3
@@ -140,7 +140,7 @@ def damaged(folder: Path) -> str | None:
 
 
 def _manager(folder: Path) -> Any:
-    from ..core.checkpoint.manager import CheckpointManager
+    from ...core.checkpoint.manager import CheckpointManager
 
     return CheckpointManager(folder, notices=Notices(quiet=True))
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..notices import logger
+from ... import __version__
+from ...notices import logger
 
 STEPS = 10
 TOLERANCE = 1e-3
@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
 
 def check(folder: str, *, compile_model: bool = False) -> dict[str, Any]:
     """Results of ten steps, evaluation, saving and resuming on the CPU and on the device."""
-    from .. import TrainingArguments
+    from ... import TrainingArguments
 
     device = TrainingArguments(folder).device
     level = logger.level  # the check trains without logs; the level is restored afterwards
@@ -103,8 +103,8 @@ def _train(folder: str, *, use_cpu: bool, torch_compile: bool = False) -> dict[s
 def _trainer(folder: str, use_cpu: bool, torch_compile: bool) -> Any:
     import torch
 
-    from .. import NeuronTrainer, TrainingArguments
-    from .selfcheck_model import TinyLanguageModel, pad_rows, ragged_rows
+    from ... import NeuronTrainer, TrainingArguments
+    from ..selfcheck_model import TinyLanguageModel, pad_rows, ragged_rows
 
     args = TrainingArguments(
         folder, use_cpu=use_cpu, max_steps=STEPS, per_device_train_batch_size=4, per_device_eval_batch_size=4,
@@ -117,7 +117,7 @@ def _trainer(folder: str, use_cpu: bool, torch_compile: bool) -> Any:
     trainer = NeuronTrainer(
         model=TinyLanguageModel(), args=args, data_collator=pad_rows, train_dataset=rows, eval_dataset=rows[:6]
     )
-    from ..callbacks.printer import PrinterCallback
+    from ...callbacks.printer import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ..errors import ArgumentsError
-from .command import Result, Usage, Words, run_command
+from ...errors import ArgumentsError
+from ..command import Result, Usage, Words, run_command
 
 USAGE = Usage(
     "schema",
@@ -21,8 +21,8 @@ def run(words: list[str]) -> int:
 
 
 def _schema(words: Words) -> Result:
-    from ..args.field import nearest
-    from ..config.schema import data_schemas, json_schema
+    from ...args.field import nearest
+    from ...config.schema import data_schemas, json_schema
 
     if words.positional == ["data"]:
         blocks = data_schemas()

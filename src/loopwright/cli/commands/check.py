@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import DONE, FAILED, Result, Usage, Words, run_command
-from .model_errors import model_errors
+from ..command import DONE, FAILED, Result, Usage, Words, run_command
+from ..model_errors import model_errors
 
 if TYPE_CHECKING:
-    from ..config import Config
-    from ..config.trial import Measured
-    from ..pt.trainer import Trainer
+    from ...config import Config
+    from ...config.trial import Measured
+    from ...pt.trainer import Trainer
 
 GIB, MIB = 2**30, 2**20
 BUSY = 1.5
@@ -38,8 +38,8 @@ def run(words: list[str]) -> int:
 
 
 def _check(words: Words) -> Result:
-    from ..config import load_config
-    from ..config.trial import SETTINGS, run_trial
+    from ...config import load_config
+    from ...config.trial import SETTINGS, run_trial
 
     started = time.time()
     path = words.first("a configuration file")
@@ -57,7 +57,7 @@ def _check(words: Words) -> Result:
 
 def saves_of(config: Config, trainer: Trainer) -> int:
     """How often the run of a configuration saves; `trainer` is that of its trial."""
-    from ..config.trial import occurrences
+    from ...config.trial import occurrences
 
     plan = trainer._loopwright.data.make_plan(trainer.get_train_dataloader())
     return occurrences(config.args.save_strategy, config.args.save_steps, plan.max_steps, plan.updates_per_epoch)
@@ -65,8 +65,8 @@ def saves_of(config: Config, trainer: Trainer) -> int:
 
 def report_of(config: Config, trainer: Trainer, found: Measured, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the trial has shown, in JSON types; `notes` were printed when the data were read."""
-    from ..config.trial import occurrences
-    from ..core.measure.host_memory import free_memory, host_load
+    from ...config.trial import occurrences
+    from ...core.measure.host_memory import free_memory, host_load
     from .explain import plan_of
 
     plan, args = plan_of(trainer), config.args

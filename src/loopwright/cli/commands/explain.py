@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .command import Result, Usage, Words, run_command
+from ..command import Result, Usage, Words, run_command
 
 if TYPE_CHECKING:
-    from ..pt.trainer import Trainer
+    from ...pt.trainer import Trainer
 
 USAGE = Usage(
     "explain",
@@ -25,7 +25,7 @@ def run(words: list[str]) -> int:
 
 
 def _explain(words: Words) -> Result:
-    from ..config import build_trainer, load_config
+    from ...config import build_trainer, load_config
 
     config = load_config(words.first("a configuration file"), words.overrides)
     rows = config.resolved()

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import LoopwrightError
+from ...errors import LoopwrightError
 from . import env
 
 DESCRIPTION = """\
@@ -68,7 +68,7 @@ def backends() -> dict[str, str]:
 
 def _as_one_of_many(options: argparse.Namespace) -> int:
     """Run the check as one rank of a launched job."""
-    from ..launch.checkup import checkup
+    from ...launch.checkup import checkup
 
     try:
         figures = checkup(options.megabytes, options.timeout)
@@ -83,7 +83,7 @@ def _among_own_processes(options: argparse.Namespace) -> dict[str, Any]:
     """Start processes on this machine that run the check."""
     import subprocess
 
-    from ..launch.machine import this_machine
+    from ...launch.machine import this_machine
 
     # Two processes cannot share an accelerator; CPUs are shared anyway.
     count = options.processes or (0 if options.cpu else this_machine().devices) or 2

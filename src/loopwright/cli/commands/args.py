@@ -7,7 +7,7 @@ import sys
 from difflib import get_close_matches
 from typing import Any
 
-from .json_output import add_json, show
+from ..json_output import add_json, show
 
 
 def run(words: list[str]) -> int:
@@ -18,8 +18,8 @@ def run(words: list[str]) -> int:
     add_json(parser)
     options = parser.parse_args(words)
     wanted = options.words
-    from ..args.reference import markdown_reference
-    from ..pt.arguments import Seq2SeqTrainingArguments, TrainingArguments
+    from ...args.reference import markdown_reference
+    from ...pt.arguments import Seq2SeqTrainingArguments, TrainingArguments
 
     if not wanted:
         show(options, _described(TrainingArguments, wanted), markdown_reference(TrainingArguments))
@@ -29,16 +29,16 @@ def run(words: list[str]) -> int:
 
 def _described(cls: type, words: list[str]) -> dict[str, Any]:
     """Default and meaning of the arguments that match the words, by name."""
-    from ..args.field import specs
-    from ..args.reference import matches
+    from ...args.field import specs
+    from ...args.reference import matches
 
     found = [spec for spec in specs(cls).values() if spec.row is None and matches(spec, words)]
     return {spec.name: {"default": spec.default, "help": spec.help} for spec in found}
 
 
 def _search(cls: type, options: argparse.Namespace) -> int:
-    from ..args.field import specs
-    from ..args.reference import found_text, matches
+    from ...args.field import specs
+    from ...args.reference import found_text, matches
 
     words = options.words
     found = [spec for spec in specs(cls).values() if matches(spec, words)]

@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..errors import ArgumentsError
-from ..xla.topologies import EXAMPLES, check_packages, read_topology
+from ... import __version__
+from ...errors import ArgumentsError
+from ...xla.topologies import EXAMPLES, check_packages, read_topology
 
 MAKER = "make_trainer"
 GIB, MIB = 2**30, 2**20
@@ -73,8 +73,8 @@ def _names_of(module: str) -> dict[str, Any]:
 
 
 def _look_at(trainer: Any, topologies: list[Any]) -> dict[str, Any]:
-    from ..pt.trainer import Trainer
-    from ..xla import dryrun
+    from ...pt.trainer import Trainer
+    from ...xla import dryrun
 
     if not isinstance(trainer, Trainer):
         raise ArgumentsError(f"the function returned {type(trainer).__name__}; it must return a loopwright.Trainer")

@@ -6,11 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from ..errors import ArgumentsError, OutputError
-from ..report.data_file import write_data
-from ..report.document import document
-from ..report.folder import open_run
-from ..report.page import FILE, write_page
+from ...errors import ArgumentsError, OutputError
+from ...report.data_file import write_data
+from ...report.document import document
+from ...report.folder import open_run
+from ...report.page import FILE, write_page
 
 DESCRIPTION = """Write report.html of a run, or one page that shows several runs in the same charts.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..args.field import nearest
-from ..errors import ArgumentsError
-from ..tasks.declaration import Task
-from ..tasks.table import TASKS
-from .command import Result, Usage, Words, run_command
+from ...args.field import nearest
+from ...errors import ArgumentsError
+from ...tasks.declaration import Task
+from ...tasks.table import TASKS
+from ..command import Result, Usage, Words, run_command
 
 SCHEMA_FILE = "loopwright.schema.json"
 ARGUMENTS: dict[str, Any] = {

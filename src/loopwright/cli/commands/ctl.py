@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ..errors import ArgumentsError
-from .command import DONE, FAILED, Result, Usage, Words, run_command
+from ...errors import ArgumentsError
+from ..command import DONE, FAILED, Result, Usage, Words, run_command
 
 POLL = 0.1
 USAGE = Usage(
@@ -25,7 +25,7 @@ def run(words: list[str]) -> int:
 
 
 def _send(words: Words) -> Result:
-    from ..config.control_files import ACTIONS, read_request, send
+    from ...config.control_files import ACTIONS, read_request, send
 
     folder = Path(words.first("the output folder of a run"))
     if len(words.positional) < 2:
@@ -48,7 +48,7 @@ def _send(words: Words) -> Result:
 def _seconds(value: str | bool | None) -> float | None:
     if value is None:
         return None
-    from ..args.reading import read_float
+    from ...args.reading import read_float
 
     try:
         return read_float(value)

@@ -7,8 +7,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from .. import __version__
-from .json_output import add_json, show
+from ... import __version__
+from ..json_output import add_json, show
 
 REQUIRED = ("torch", "numpy", "safetensors", "pyyaml", "rich")
 OPTIONAL = ("transformers", "datasets", "peft", "accelerate", "tensorboard", "lightning")

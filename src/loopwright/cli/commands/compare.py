@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from ..callbacks.text import clock_time, short
-from ..errors import ArgumentsError
-from ..report.document import TITLES
-from ..report.folder import RunView, open_run
+from ...callbacks.text import clock_time, short
+from ...errors import ArgumentsError
+from ...report.document import TITLES
+from ...report.folder import RunView, open_run
 
 DESCRIPTION = """Compare runs by their output folders: numbers, time ledger, arguments and versions that differ.
 

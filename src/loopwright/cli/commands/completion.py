@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..args.field import advised
-from ..errors import ArgumentsError
-from .command import Result, Usage, Words, run_command
+from ...args.field import advised
+from ...errors import ArgumentsError
+from ..command import Result, Usage, Words, run_command
 
 WITH_CONFIG = ("check", "explain", "train")
 """Commands that take a configuration and its keys."""
@@ -28,9 +28,9 @@ def _completion(words: Words) -> Result:
 
 def _words() -> tuple[list[str], list[str], list[str]]:
     """The commands, the keys of configurations and the tasks."""
-    from ..config.schema import json_schema
-    from ..tasks.table import TASKS
-    from .main import COMMANDS
+    from ...config.schema import json_schema
+    from ...tasks.table import TASKS
+    from ..main import COMMANDS
 
     schema = json_schema()
     dotted = [

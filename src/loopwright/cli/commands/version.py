@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .. import __version__
-from .json_output import add_json, show
+from ... import __version__
+from ..json_output import add_json, show
 
 
 def run(words: list[str]) -> int:

@@ -9,11 +9,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..core.resuming.run_record import LAUNCH, RESUME, TAKE_OVER
-from ..errors import ArgumentsError
-from ..launch import kubernetes, slurm, torchrun
-from ..launch.machine import this_machine
-from ..launch.request import LaunchRequest, read
+from ...core.resuming.run_record import LAUNCH, RESUME, TAKE_OVER
+from ...errors import ArgumentsError
+from ...launch import kubernetes, slurm, torchrun
+from ...launch.machine import this_machine
+from ...launch.request import LaunchRequest, read
 
 DESCRIPTION = """\
 Run a script on several processes: `loopwright launch --processes 8 train.py --lr 1e-4`.
@@ -150,7 +150,7 @@ def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
         shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
         print(" ".join([*shown, "torchrun", *map(shlex.quote, words())]))
         return 0
-    from ..launch import agent
+    from ...launch import agent
 
     os.environ.update({**added, **_identity(request)})
     patience = request.own.rejoin
@@ -185,6 +185,6 @@ def _write(text: str, place: str, advice: str) -> int:
 
 
 def _run_on_ray(request: LaunchRequest) -> int:
-    from ..launch.on_ray import run_on_ray
+    from ...launch.on_ray import run_on_ray
 
     return run_on_ray(request, this_machine())

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..errors import ArgumentsError
-from ..report.document import run_document
-from ..report.folder import RunFolder, RunView, open_run
-from ..report.frame import frame, plain_line
+from ...errors import ArgumentsError
+from ...report.document import run_document
+from ...report.folder import RunFolder, RunView, open_run
+from ...report.frame import frame, plain_line
 
 DESCRIPTION = """Show a run while it trains: curves, speed, memory, time ledger and incidents.
 

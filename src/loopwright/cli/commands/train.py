@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..report.page import FILE
-from .command import INTERRUPTED, STOPPED, Result, Usage, Words, run_command
-from .early_signals import StoppedEarly, stopped_early
-from .model_errors import model_errors
+from ...report.page import FILE
+from ..command import INTERRUPTED, STOPPED, Result, Usage, Words, run_command
+from ..early_signals import StoppedEarly, stopped_early
+from ..model_errors import model_errors
 
 if TYPE_CHECKING:
-    from ..config import Config
-    from ..pt.trainer import Trainer
+    from ...config import Config
+    from ...pt.trainer import Trainer
 
 USAGE = Usage(
     "train",
@@ -51,8 +51,8 @@ def _train(words: Words) -> Result:
 
 def _built(words: Words) -> tuple[Config, Trainer, bool | None]:
     """The configuration with its trainer, and whether it may resume."""
-    from ..config import build_trainer, load_config
-    from ..config.continuing import may_continue
+    from ...config import build_trainer, load_config
+    from ...config.continuing import may_continue
 
     config = load_config(words.first("a configuration file"), words.overrides)
     resume = may_continue(config)
