@@ -1,6 +1,6 @@
 """`loopwright drill -- python train.py ...`: run the user's training under injected faults and report what survived.
 
-Every case runs the script in a separate process (drill_child.py) with an injected fault, restarts it until it
+Every case runs the script in a separate process (`drill/drill_child.py`) with an injected fault, restarts it until it
 finishes, and compares the weights with those of a run without faults.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 
 from ...errors import ArgumentsError, CheckpointError
 from ...notices import Notices
-from ..drill_child import OUTPUT
+from ..drill.drill_child import OUTPUT
+from ..drill.processes import Anew, Launcher, Warm
+from ..drill.verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
 from ..json_output import add_json, show
-from ..processes import Anew, Launcher, Warm
 from ..script import Script, script_in, split_at_dashes
-from ..verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
 
 FEWEST_STEPS = 10
 RESTARTS = 3

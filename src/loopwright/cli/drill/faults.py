@@ -189,7 +189,7 @@ def _watch_tensor_files(notice: Callable[[Any], None]) -> None:
     """Make every module that writes safetensors files call `notice` first: the writes happen outside Python."""
     from safetensors import torch as home
 
-    from ..pt import trainer  # noqa: F401  (it binds the function at import)
+    from ...pt import trainer  # noqa: F401  (it binds the function at import)
 
     original = home.save_file
 

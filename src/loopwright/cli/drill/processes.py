@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ..errors import ArgumentsError
+from ...errors import ArgumentsError
 
-CHILD = "loopwright.cli.drill_child"
+CHILD = "loopwright.cli.drill.drill_child"
 NURSERY = "--nursery"
 
 
@@ -118,7 +118,7 @@ def nurse() -> list[str]:
     """Fork a process for each request on standard input; returns, in the fork, the arguments of the request."""
     import torch._dynamo  # noqa: F401  (optimizers import it at their first step)
 
-    from ..pt import trainer  # noqa: F401
+    from ...pt import trainer  # noqa: F401
 
     gc.freeze()  # imported modules are never garbage; the collector of a fork need not copy their pages
     for line in sys.stdin:

@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.events import TrainerCallback
-from .commands.replay import INERT
+from ...core.events import TrainerCallback
+from ..commands.replay import INERT
+from ..script import adjusted_trainers, script_in, split_at_dashes, without_reporters
 from .faults import FAULTS, Fault, Moment
 from .processes import NURSERY, nurse
-from .script import adjusted_trainers, script_in, split_at_dashes, without_reporters
 
 if TYPE_CHECKING:
-    from ..args.base import BaseArguments
+    from ...args.base import BaseArguments
 
 OUTPUT = "run"
 KEPT = 3
@@ -96,7 +96,7 @@ def main(words: list[str]) -> int:
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("loopwright.cli.drill_child")
+    parser = argparse.ArgumentParser("loopwright.cli.drill.drill_child")
     parser.add_argument("fault", choices=FAULTS)
     for name in ("--folder", "--journal"):
         parser.add_argument(name, required=True)
@@ -122,7 +122,7 @@ def _shorten(args: BaseArguments, options: argparse.Namespace, output: Path) -> 
 
 def _end_after_training(journal: Journal) -> None:
     """Make `train()` write the digest to the journal and end the script."""
-    from ..core.internals import Internals
+    from ...core.internals import Internals
 
     original = Internals.train
 
@@ -138,7 +138,7 @@ def digest(trainer: Any) -> dict[str, Any]:
     """Hashes of model and optimizer, bit for bit, and whether both are finite."""
     import torch
 
-    from ..pt.checkpoint.tensors import encode_optimizer, plain_module
+    from ...pt.checkpoint.tensors import encode_optimizer, plain_module
 
     module = plain_module(trainer.model)
     weights = module.state_dict()
