@@ -68,10 +68,10 @@ BY_STRING: dict[str, str] = {
     "__init__.py": "public names are imported on first use, so that `import loopwright` brings no framework",
     "device_packages.py": "a device's package is above pt, and is imported when such a device is in use",
     "cli/main.py": "a command is imported when it is the one that runs",
-    "cli/doctor.py": "a check in processes of its own is started with -m",
-    "cli/drill_child.py": "says in its usage what it is started as",
-    "cli/dryrun.py": "the module is the user's",
-    "cli/processes.py": "the child of a drill is started with -m",
+    "cli/commands/doctor.py": "a check in processes of its own is started with -m",
+    "cli/drill/drill_child.py": "says in its usage what it is started as",
+    "cli/commands/dryrun.py": "the module is the user's",
+    "cli/drill/processes.py": "the child of a drill is started with -m",
     "compat/names.py": "a table of transformers' modules",
     "core/checkpoint/remote.py": "fsspec is optional, and core names no package it cannot be without",
     "pt/data/columns.py": "the home of a collator is compared, nothing is imported",
@@ -271,7 +271,7 @@ def test_the_core_imports_where_modules_of_unix_are_missing():
         for path in FRAMEWORK_FREE
         if path.stem != "__init__"
     )
-    run_python(code + "\nfrom loopwright.core.host_memory import host_peak\nassert host_peak() == 0")
+    run_python(code + "\nfrom loopwright.core.measure.host_memory import host_peak\nassert host_peak() == 0")
 
 
 def test_import_takes_less_than_100_ms():

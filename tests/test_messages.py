@@ -68,14 +68,14 @@ CODE = re.compile(r"```.*?```", re.DOTALL)
 
 # Texts that are pages or scripts, by file and first words.
 LONGER = {
-    ("cli/check.py", "Try a configuration"): "the description of a command",
-    ("cli/completion.py", "# bash: eval"): "a shell script",
-    ("cli/docs.py", "# What is refused"): "a page of the documentation",
-    ("cli/doctor.py", "Show devices"): "the description of a command",
-    ("cli/dryrun.py", "Compile the whole"): "the description of a command",
-    ("cli/launch.py", "Run a script"): "the description of a command",
-    ("cli/report.py", "Write report.html"): "the description of a command",
-    ("cli/watch.py", "Show a run"): "the description of a command",
+    ("cli/commands/check.py", "Try a configuration"): "the description of a command",
+    ("cli/commands/completion.py", "# bash: eval"): "a shell script",
+    ("cli/commands/docs.py", "# What is refused"): "a page of the documentation",
+    ("cli/commands/doctor.py", "Show devices"): "the description of a command",
+    ("cli/commands/dryrun.py", "Compile the whole"): "the description of a command",
+    ("cli/commands/launch.py", "Run a script"): "the description of a command",
+    ("cli/commands/report.py", "Write report.html"): "the description of a command",
+    ("cli/commands/watch.py", "Show a run"): "the description of a command",
     ("launch/slurm.py", "#!/bin/bash"): "a shell script",
 }
 

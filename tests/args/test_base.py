@@ -213,9 +213,9 @@ def test_what_follows_from_other_arguments(given_, expected):
 
 
 def test_all_trackers_are_those_that_are_installed(monkeypatch):
-    monkeypatch.setattr("loopwright.args.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("loopwright.args.groups.tracking.find_spec", lambda name: None)
     assert BaseArguments(report_to="all").report_to == []
-    monkeypatch.setattr("loopwright.args.tracking.find_spec", lambda name: name == "tensorboard" or None)
+    monkeypatch.setattr("loopwright.args.groups.tracking.find_spec", lambda name: name == "tensorboard" or None)
     assert BaseArguments(report_to="all").report_to == ["tensorboard"]
 
 

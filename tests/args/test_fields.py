@@ -12,7 +12,7 @@ import pytest
 
 from loopwright.args.base import BaseArguments
 from loopwright.args.field import UNSET, Unset, arg, between, default_of, nearest, positive, specs, steps_or_share
-from loopwright.args.generation import GenerationArgs
+from loopwright.args.groups.generation import GenerationArgs
 from loopwright.args.reading import read
 from loopwright.args.reference import markdown_reference
 from loopwright.args.setters import Setters

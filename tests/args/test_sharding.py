@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from loopwright.args.base import BaseArguments
-from loopwright.args.sharding import GONE, FsdpOptions, ParallelSizes, read_fsdp, read_parallelism, unneeded_keys
-from loopwright.args.zero import FILLED, autos, contradictions, filled_config, get
+from loopwright.args.nested.sharding import GONE, FsdpOptions, ParallelSizes, read_fsdp, read_parallelism, unneeded_keys
+from loopwright.args.nested.zero import FILLED, autos, contradictions, filled_config, get
 
 READ: list[tuple[Any, Any, FsdpOptions]] = [
     (True, None, FsdpOptions()),

@@ -9,8 +9,8 @@ import torch
 
 import loopwright
 from loopwright.cli import compatibility
+from loopwright.cli.commands.docs import main, outdated
 from loopwright.cli.compatibility_notes import ABSENT, BETTER, NAMES
-from loopwright.cli.docs import main, outdated
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from loopwright.cli import main as cli
-from loopwright.cli.drill import cut_short, flip_bit
-from loopwright.cli.verdicts import CASES, Attempt, is_hopeless, judge
+from loopwright.cli.commands.drill import cut_short, flip_bit
+from loopwright.cli.drill.verdicts import CASES, Attempt, is_hopeless, judge
 
 TRAIN = """
 import shutil

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from loopwright import NeuronTrainingArguments, Trainer, TrainingArguments
-from loopwright.cli import dryrun as command, main as cli
+from loopwright.cli import main as cli
+from loopwright.cli.commands import dryrun as command
 from loopwright.errors import ArgumentsError, ModelError
 from loopwright.xla import dryrun, topologies
 
@@ -103,7 +104,9 @@ def test_missing_packages_are_named_with_the_command_before_the_trainer_is_made(
 
 
 def test_jax_is_not_imported_before_something_is_compiled():
-    code = "import sys, loopwright.cli.dryrun, loopwright.xla.dryrun; print({'jax', 'torchax'} & {*sys.modules})"
+    code = (
+        "import sys, loopwright.cli.commands.dryrun, loopwright.xla.dryrun; print({'jax', 'torchax'} & {*sys.modules})"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert found.stdout == "set()\n", found.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.cli import main as cli
-from loopwright.cli.replay import compare
+from loopwright.cli.commands.replay import compare
 from loopwright.cli.script import Script, script_in, script_of_record
 from loopwright.errors import ArgumentsError
 

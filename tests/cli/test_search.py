@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from loopwright.cli.commands.search import read_config, summary
 from loopwright.cli.main import main
-from loopwright.cli.search import read_config, summary
 from loopwright.errors import ArgumentsError
 from tests.search.toy import BEST, updates
 

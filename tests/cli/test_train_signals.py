@@ -30,8 +30,8 @@ pytestmark = pytest.mark.xdist_group("cli-signals")
 
 SOURCES = Path(loopwright.__file__).parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PARTS = ("config/loading.py", "tasks/readers.py", "tasks/table_model.py", "config/run_control.py", "core/beginning.py",
-         "pt/optim/creation.py", "core/loop.py", "report/page.py")  # fmt: skip
+PARTS = ("config/loading.py", "tasks/readers.py", "tasks/table_model.py", "config/run_control.py",
+         "core/resuming/beginning.py", "pt/optim/creation.py", "core/loop.py", "report/page.py")  # fmt: skip
 """Files of the parts of a run, in order: configuration, data, model, trainer, folder, optimizer, updates, report."""
 COMPARED = ("step", "loss", "eval_loss", "learning_rate", "grad_norm", "train_loss", "epoch")
 
@@ -85,7 +85,7 @@ def course(forks: Forks, folder: Path) -> Course:
         numbers = [i for i, each in enumerate((SOURCES / file).read_text().splitlines(), 1) if text in each]
         return [moment for name, line, _, *both in seen if name == file and line in numbers for moment in both]
 
-    early, watch = "cli/early_signals.py", "core/signals.py"
+    early, watch = "cli/early_signals.py", "core/shutdown/signals.py"
     unwatched = [
         (0.0, max(moments(early, "signal.signal(each, stop)")) + 1),
         (min(moments(early, "for each, handler in earlier")), max(moments(watch, "signal.signal(number, self")) + 1),

@@ -395,7 +395,7 @@ def test_the_configuration_of_batches_with_one_process(tmp_path: Path) -> None:
 
 
 def test_configurations_that_are_refused(tmp_path: Path) -> None:
-    from loopwright.args.distributed import AcceleratorConfig
+    from loopwright.args.groups.distributed import AcceleratorConfig
 
     for config, error, text in (
         (AcceleratorConfig, NotImplementedError, "AcceleratorConfig.*pass an instance"),

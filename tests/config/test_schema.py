@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from loopwright.cli.init import example_of, text_of
+from loopwright.cli.commands.init import example_of, text_of
 from loopwright.config import load_config
 from loopwright.config.schema import json_schema
 from loopwright.errors import ArgumentsError

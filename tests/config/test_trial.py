@@ -10,7 +10,17 @@ import pytest
 
 from loopwright.config import trial
 from loopwright.config.trial import HEAVIEST, SAVED, STRIDE, WARM, TrialClock
-from loopwright.core.ledger import COMPILING, DATA, EVALUATION, PARTS, PREPARING, PROVING, SAVING, UPDATES, Seconds
+from loopwright.core.measure.ledger import (
+    COMPILING,
+    DATA,
+    EVALUATION,
+    PARTS,
+    PREPARING,
+    PROVING,
+    SAVING,
+    UPDATES,
+    Seconds,
+)
 
 pytestmark = pytest.mark.usefixtures("no_limit")
 
@@ -148,7 +158,7 @@ def test_a_run_of_few_updates_can_be_timed(count: int) -> None:
 
 @pytest.mark.parametrize(("load", "is_said"), [(None, False), (1.0, False), (3.2, True)])
 def test_the_time_of_a_busy_machine_is_said_to_be_one(load: float | None, is_said: bool) -> None:
-    from loopwright.cli.check import text_of
+    from loopwright.cli.commands.check import text_of
 
     parts = ("start", "once", "updates", "evaluations", "saves", "end", "total", "per_step")
     plan = ("model", "device", "strategy")

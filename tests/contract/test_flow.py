@@ -10,7 +10,7 @@ import pytest
 
 from loopwright import TrainerCallback
 from loopwright.core.events import EVENTS
-from loopwright.core.ledger_file import read_ledger
+from loopwright.core.measure.ledger_file import read_ledger
 
 from .frameworks import rows
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from loopwright.core import ledger_file
+from loopwright.core.measure import ledger_file
 
 from .numpy_runs import trainer_of
 from .numpy_trainer import NumpyTrainer

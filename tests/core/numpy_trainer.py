@@ -33,16 +33,16 @@ from loopwright.core.checkpoint.schema import named, number, record
 from loopwright.core.evaluation.entry import Evaluation
 from loopwright.core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from loopwright.core.internals import Internals
+from loopwright.core.measure.pacing import Pacing
 from loopwright.core.numpy_strategy import Array, LinearModel, Loss, Momentum, NumpyStrategy
 from loopwright.core.order import Order
 from loopwright.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
-from loopwright.core.pacing import Pacing
 from loopwright.core.part import DataPart, LossPart
 from loopwright.core.plan import Plan, make_plan
 from loopwright.core.randomness import NUMPY_RNG, PYTHON_RNG
-from loopwright.core.resume import Resuming
+from loopwright.core.resuming.resume import Resuming
 from loopwright.core.schedules import build_schedule
-from loopwright.core.signals import Interrupted
+from loopwright.core.shutdown.signals import Interrupted
 from loopwright.core.trainer import BaseTrainer
 from loopwright.core.update import MicroBatch, Update
 

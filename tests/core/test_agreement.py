@@ -16,8 +16,8 @@ import pytest
 import loopwright
 from loopwright.args.base import BaseArguments
 from loopwright.args.field import specs
-from loopwright.core.agreement import Description, differences
-from loopwright.core.description import described, described_arguments, described_code, versions
+from loopwright.core.distributed.agreement import Description, differences
+from loopwright.core.distributed.description import described, described_arguments, described_code, versions
 
 
 class Ranks:

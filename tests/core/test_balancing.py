@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from loopwright.core.balancing import Balancing, balanced_sizes, padded_cost
 from loopwright.core.order import Order
+from loopwright.core.sampling.balancing import Balancing, balanced_sizes, padded_cost
 
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=9)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from loopwright.core.signals import STOPPED_AFTER_SAVING
+from loopwright.core.shutdown.signals import STOPPED_AFTER_SAVING
 from tests.spreads import some
 
 from .numpy_child import OPTIONS as SLOW

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from loopwright.core import continuation
 from loopwright.core.checkpoint.run_id import FILE
+from loopwright.core.resuming import continuation
 
 from .numpy_runs import Interfering, outcome, trainer_of
 from .test_owner import FORK

@@ -17,10 +17,11 @@ from core.numpy_trainer import NumpyTrainer
 from hypothesis import given, strategies as st
 
 from loopwright import TrainerCallback
-from loopwright.core import actions, saved_state
+from loopwright.core import actions
 from loopwright.core.checkpoint.json_files import documents_writer, write_json
-from loopwright.core.log_history import RECENT, LogHistory
-from loopwright.core.meter import READ_AT, Meter
+from loopwright.core.logs.log_history import RECENT, LogHistory
+from loopwright.core.measure.meter import READ_AT, Meter
+from loopwright.core.resuming import saved_state
 from loopwright.core.state import TrainerState
 
 

@@ -16,7 +16,7 @@ from core.numpy_trainer import NumpyTrainer
 
 from loopwright import TrainerCallback
 from loopwright.args.base import BaseArguments
-from loopwright.core.json_values import LEFT_OUT, json_or_left_out, json_value
+from loopwright.core.logs.json_values import LEFT_OUT, json_or_left_out, json_value
 from loopwright.core.numpy_strategy import LinearModel
 from loopwright.errors import LogError, LoopwrightError
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from loopwright.core.ledger import LOST, MOST_MARKS, PARTS, Account, Ledger
-from loopwright.core.ledger_file import FILE, LedgerFile, Recorded, read_ledger
+from loopwright.core.measure.ledger import LOST, MOST_MARKS, PARTS, Account, Ledger
+from loopwright.core.measure.ledger_file import FILE, LedgerFile, Recorded, read_ledger
 from loopwright.report.folder import open_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from loopwright.core import meter as module
-from loopwright.core.meter import Meter
+from loopwright.core.measure import meter as module
+from loopwright.core.measure.meter import Meter
 
 number = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))
 norm = st.one_of(st.none(), st.floats(0, 1e6), st.just(math.nan))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from loopwright.core.mixing import MixedOrder, exact_counts, weights_at
+from loopwright.core.sampling.mixing import MixedOrder, exact_counts, weights_at
 
 
 def order(sizes=(50, 30, 20), weights=None, group=10, **more):

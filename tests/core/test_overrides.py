@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loopwright.core.internals import Internals
-from loopwright.core.overrides import (
+from loopwright.core.trainer import BaseTrainer
+from loopwright.core.user_code.overrides import (
     NEVER_CALLED,
     accepts,
     adapt,
@@ -17,7 +18,6 @@ from loopwright.core.overrides import (
     reaches_ours,
     refuse_dead_overrides,
 )
-from loopwright.core.trainer import BaseTrainer
 from loopwright.errors import OverrideError
 
 

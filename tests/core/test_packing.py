@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-import loopwright.core.packing as packing_module
+import loopwright.core.sampling.packing as packing_module
 from loopwright.core.order import Order
-from loopwright.core.packing import Packing, make_packed_plan, next_fit
+from loopwright.core.sampling.packing import Packing, make_packed_plan, next_fit
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=25)
 BUDGET = st.integers(1, 60)

@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from loopwright.core.run_record import FILE, read_record, write_record
+from loopwright.core.resuming.run_record import FILE, read_record, write_record
 
 
 def test_machines_that_share_a_folder_do_not_take_each_others_files(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_machines_that_share_a_folder_do_not_take_each_others_files(tmp_path: Pa
 
 
 def test_tokens_do_not_reach_run_json(tmp_path: Path) -> None:
-    code = f"from loopwright.core.run_record import write_record; write_record({str(tmp_path)!r})"
+    code = f"from loopwright.core.resuming.run_record import write_record; write_record({str(tmp_path)!r})"
     words = ["--hub_token", "hf_SECRET", "--api-key=SECRET", "--steps", "3"]
     subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=60)
     text = (tmp_path / "run.json").read_text()

@@ -984,7 +984,7 @@ class Controlled(loopwright.TrainerCallback):
         if state.global_step + 1 == self.fails_at:
             raise RuntimeError("the machine fails")
         for words in self.requests.get(state.global_step + 1, []) if state.is_world_process_zero else []:
-            from loopwright.cli.ctl import run
+            from loopwright.cli.commands.ctl import run
 
             assert run([str(args.output_dir), *words]) == 0
 

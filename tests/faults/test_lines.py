@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.core.signals import SignalWatch
+from loopwright.core.shutdown.signals import SignalWatch
 
 from .checks import Reference, differences, leftovers, said
 from .conftest import Forks
@@ -93,7 +93,7 @@ def course(lines: Forks, folder: Path, variant: str) -> Course:
 def of_function(seen: list[Any], function: Any) -> list[Any]:
     """What was seen of the lines of a function of the watch."""
     source, first = inspect.getsourcelines(function)
-    return [each for each in seen if each[0] == "core/signals.py" and first <= each[1] < first + len(source)]
+    return [each for each in seen if each[0] == "core/shutdown/signals.py" and first <= each[1] < first + len(source)]
 
 
 def what_differs(

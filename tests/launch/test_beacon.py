@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-import loopwright.core.beacon as beacon
+import loopwright.core.distributed.beacon as beacon
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.core.beacon import ORDER, PHASES, Sighting, describe, late_ones, phase_of
+from loopwright.core.distributed.beacon import ORDER, PHASES, Sighting, describe, late_ones, phase_of
 from loopwright.errors import PeerError
 from loopwright.pt.distributed import heartbeat as watch
 from loopwright.pt.distributed.heartbeat import HangDetector, is_lost_connection, patience_for

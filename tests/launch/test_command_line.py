@@ -9,7 +9,8 @@ import sys
 import pytest
 from torch.distributed.run import get_args_parser, parse_args
 
-from loopwright.cli import launch as command, main as cli
+from loopwright.cli import main as cli
+from loopwright.cli.commands import launch as command
 from loopwright.errors import ArgumentsError
 from loopwright.launch import network, torchrun
 from loopwright.launch.machine import Machine

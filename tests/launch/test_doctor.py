@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from loopwright.cli.doctor import backends, connection_rows
+from loopwright.cli.commands.doctor import backends, connection_rows
 from loopwright.launch.checkup import bus_share, missing, pairs
 
 from .jobs import launched, variables

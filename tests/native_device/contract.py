@@ -240,7 +240,7 @@ def compiled_beforehand(folder: Path) -> None:
 
 @case
 def selfcheck(folder: Path) -> None:
-    from loopwright.cli.selfcheck import check
+    from loopwright.cli.commands.selfcheck import check
 
     report = check(str(folder))
     assert report["device"] == device.NAME and report["passed"], report

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.cli import selfcheck
+from loopwright.cli.commands import selfcheck
 from loopwright.cli.main import main
 
 

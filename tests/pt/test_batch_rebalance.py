@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import loopwright
-from loopwright.core.balancing import padded_cost
+from loopwright.core.sampling.balancing import padded_cost
 from tests.models import Tokens, assert_close, made, pad, samples, trained_gradients, trainer_of, weights
 
 LENGTHS = (11, 101, 5, 17, 3, 29, 8, 2, 60, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21)

@@ -14,7 +14,7 @@ from torch import nn
 
 import loopwright
 from loopwright import ArgumentsError, Trainer, TrainerCallback, TrainingArguments
-from loopwright.core.overrides import NEVER_CALLED
+from loopwright.core.user_code.overrides import NEVER_CALLED
 from loopwright.pt.constructor_checks import PARAMETERS
 from loopwright.pt.data.collators import DataCollatorWithPadding, default_data_collator
 from tests.models import Regression, regression_data, small_bert

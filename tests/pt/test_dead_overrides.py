@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import loopwright
-from loopwright.core.overrides import NEVER_CALLED
+from loopwright.core.user_code.overrides import NEVER_CALLED
 
 
 def test_the_trainer_refuses_when_it_is_created(tmp_path: Any) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.core.signals import outlive_signals
+from loopwright.core.shutdown.signals import outlive_signals
 from loopwright.launch.guard import is_alive
 from loopwright.pt.data.workers import end_workers
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from loopwright import OverrideError, Trainer, TrainerCallback, TrainingArguments
-from loopwright.core.overrides import NEVER_CALLED
+from loopwright.core.user_code.overrides import NEVER_CALLED
 from tests.models import Regression, losses, regression_data, regression_run
 
 DATA = regression_data(12)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from loopwright import Trainer, TrainingArguments
-from loopwright.core.spikes import SpikeWatch
+from loopwright.core.measure.spikes import SpikeWatch
 from tests.models import Regression, regression_data
 
 

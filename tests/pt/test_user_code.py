@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from loopwright import ArgumentsError, BusyError, DataError, MetricError, Trainer, TrainerCallback, TrainingArguments
-from loopwright.core import user_code
-from loopwright.core.user_code import BEGINNING, describe
+from loopwright.core.user_code import error_notes
+from loopwright.core.user_code.error_notes import BEGINNING, describe
 from loopwright.pt.data.loading_errors import each_of
 from tests.models import Regression, regression_data
 from tests.pt.odd_inputs import Made, Samples, Stream, breaks_after, callback, stacked, train
@@ -335,7 +335,7 @@ def test_nothing_is_paid_for_notes_while_nothing_fails() -> None:
     calls: list[str] = []
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename == user_code.__file__:
+        if event == "call" and frame.f_code.co_filename == error_notes.__file__:
             calls.append(frame.f_code.co_name)
 
     sys.setprofile(profile)

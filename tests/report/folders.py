@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.ledger import PARTS
+from loopwright.core.measure.ledger import PARTS
 
 BEGAN = 1_790_000_000.0
 SECONDS = {"updates": 520.0, "data_wait": 1240.0, "proving": 12.0, "evaluation": 90.0, "saving": 38.0,

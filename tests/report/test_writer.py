@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.core.ledger_file import read_ledger
+from loopwright.core.measure.ledger_file import read_ledger
 from loopwright.report import writer as writer_module
 from loopwright.report.data_file import BEGINNING, END
 

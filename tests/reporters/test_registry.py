@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loopwright.args.tracking import REFUSED, TRACKERS, is_installed, named_trackers
+from loopwright.args.groups.tracking import REFUSED, TRACKERS, is_installed, named_trackers
 from loopwright.callbacks.defaults import default_callbacks
 from loopwright.errors import ArgumentsError, MissingPackage
 from loopwright.reporters.base import Reporter
@@ -97,7 +97,7 @@ PACKAGES = {"azureml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive"
     ],
 )
 def test_all_is_what_transformers_calls_all(monkeypatch, tmp_path, installed, environment, left_out):
-    import loopwright.args.tracking as tracking
+    import loopwright.args.groups.tracking as tracking
 
     for name in ("COMET_API_KEY", "COMET_CONFIG", "KUBEFLOW_TRAINER_SERVER_URL", "DISABLE_MLFLOW_INTEGRATION"):
         monkeypatch.delenv(name, raising=False)

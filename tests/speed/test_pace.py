@@ -14,7 +14,7 @@ from torch import nn
 import loopwright
 from loopwright.callbacks.metrics_file import kind_of, read_metrics
 from loopwright.callbacks.text import work_line
-from loopwright.core.throughput import Interval, ThroughputMeter
+from loopwright.core.measure.throughput import Interval, ThroughputMeter
 from loopwright.core.update import Update
 from loopwright.pt.internals import TorchInternals
 from loopwright.pt.token_counter import TorchWorkCounter

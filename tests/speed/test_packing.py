@@ -20,7 +20,7 @@ from loopwright import (
     TrainingArguments,
 )
 from loopwright.core.order import Order
-from loopwright.core.packing import next_fit
+from loopwright.core.sampling.packing import next_fit
 from loopwright.core.update import Place
 from loopwright.pt.data.loaders import torch_permutation
 from loopwright.pt.distributed.sync import SharedLoss

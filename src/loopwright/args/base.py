@@ -15,33 +15,33 @@ from enum import Enum
 from typing import Any, ClassVar, Self
 
 from ..errors import UnknownArgument
-from .data import DataArgs
 from .derive import derive
-from .distributed import DistributedArgs
-from .duration import DurationArgs
 from .effects import without_effect
-from .evaluation import EvaluationArgs
 from .field import UNSET, is_redeclared, nearest, specs
-from .hardware import HardwareArgs
-from .hub import HubArgs
+from .groups.data import DataArgs
+from .groups.distributed import DistributedArgs
+from .groups.duration import DurationArgs
+from .groups.evaluation import EvaluationArgs
+from .groups.hardware import HardwareArgs
+from .groups.hub import HubArgs
+from .groups.logging import LEVELS, LoggingArgs
+from .groups.loss import LossArgs
+from .groups.memory import MemoryArgs
+from .groups.optimizer import OptimizerArgs
+from .groups.precision import PrecisionArgs
+from .groups.saving import SavingArgs
+from .groups.schedule import ScheduleArgs
+from .groups.script import ScriptArgs
+from .groups.speed import SpeedArgs
+from .groups.tracking import TrackingArgs, tensorboard_folder
 from .legacy import LegacyArgs, apply_legacy
-from .logging import LEVELS, LoggingArgs
-from .loss import LossArgs
-from .memory import MemoryArgs
 from .names import SaveStrategy
-from .optimizer import OptimizerArgs
-from .precision import PrecisionArgs
 from .problems import Problems, shown
 from .process import ProcessInfo
 from .reading import check, read
 from .rules import apply_rules
-from .saving import SavingArgs
-from .schedule import ScheduleArgs
-from .script import ScriptArgs
 from .secrets import MASK, is_secret, masked_text
 from .setters import Setters
-from .speed import SpeedArgs
-from .tracking import TrackingArgs, tensorboard_folder
 
 
 class InitSignature:

@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .distributed import DistributedArgs, read_accelerator_config
-from .duration import DurationArgs
 from .field import list_of_names
-from .hub import HubArgs
-from .logging import LoggingArgs
-from .memory import MemoryArgs
+from .groups.distributed import DistributedArgs, read_accelerator_config
+from .groups.duration import DurationArgs
+from .groups.hub import HubArgs
+from .groups.logging import LoggingArgs
+from .groups.memory import MemoryArgs
+from .groups.optimizer import OptimizerArgs
+from .groups.saving import SavingArgs
+from .groups.script import ScriptArgs
+from .groups.tracking import TrackingArgs, named_trackers
 from .names import DebugOption, IntervalStrategy, SchedulerType
-from .optimizer import OptimizerArgs
 from .paths import plain_path
 from .problems import Problems, short
-from .saving import SavingArgs
-from .script import ScriptArgs
-from .tracking import TrackingArgs, named_trackers
 
 if TYPE_CHECKING:
     from .base import BaseArguments

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .distributed import read_accelerator_config
 from .field import specs
+from .groups.distributed import read_accelerator_config
+from .groups.speed import SpeedArgs
+from .groups.tracking import TrackingArgs
 from .names import IntervalStrategy, SaveStrategy, SchedulerType
 from .process import ProcessInfo
-from .speed import SpeedArgs
-from .tracking import TrackingArgs
 
 if TYPE_CHECKING:
     from .base import BaseArguments

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .distributed import read_accelerator_config
 from .field import UNSET, Group, Spec, arg, default_of, is_redeclared, specs
+from .groups.distributed import read_accelerator_config
 from .problems import Problems, shown
 from .reading import read, read_dict
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .data import DataArgs
 from .derive import METRIC_SCHEDULES
-from .distributed import DistributedArgs, read_accelerator_config, unsuited
-from .duration import DurationArgs
-from .evaluation import EvaluationArgs
 from .field import nearest
-from .logging import LoggingArgs
+from .groups.data import DataArgs
+from .groups.distributed import DistributedArgs, read_accelerator_config, unsuited
+from .groups.duration import DurationArgs
+from .groups.evaluation import EvaluationArgs
+from .groups.logging import LoggingArgs
+from .groups.optimizer import OptimizerArgs, why_refused
+from .groups.precision import PrecisionArgs
+from .groups.saving import SavingArgs
+from .groups.tracking import REFUSED, TRACKERS, TrackingArgs, third_party
 from .names import IntervalStrategy, SaveStrategy
-from .optimizer import OptimizerArgs, why_refused
-from .precision import PrecisionArgs
+from .nested.sharding import read_fsdp, read_parallelism, wants_fsdp
 from .problems import Problems, shown
-from .saving import SavingArgs
-from .sharding import read_fsdp, read_parallelism, wants_fsdp
-from .tracking import REFUSED, TRACKERS, TrackingArgs, third_party
 
 if TYPE_CHECKING:
     from .base import BaseArguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..args.logging import LoggingArgs
+from ..args.groups.logging import LoggingArgs
 from ..core.events import TrainerCallback
 from ..report.callback import ReportCallback
 from ..reporters.registry import reporter_callbacks

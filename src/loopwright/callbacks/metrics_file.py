@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..args.duration import DurationArgs
+from ..args.groups.duration import DurationArgs
 from ..args.paths import fixed_folder
 from ..core.checkpoint.disk_errors import FULL
 from ..core.checkpoint.reading import kind_of_file

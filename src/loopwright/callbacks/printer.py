@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
-from ..core.lost_output import lost_output_discarded
+from ..core.shutdown.lost_output import lost_output_discarded
 from .text import shown
 
 if TYPE_CHECKING:

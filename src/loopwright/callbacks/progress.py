@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.events import TrainerCallback
-from ..core.lost_output import discard_lost_output, lost_output_discarded
+from ..core.shutdown.lost_output import discard_lost_output, lost_output_discarded
 from ..report.braille import chart
 from ..report.series import Series
 from .bar import Bar

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from ..args.optimizer import why_refused
+from ..args.groups.optimizer import why_refused
 from .compatibility_notes import ABSENT, BETTER, NAMES
 
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
@@ -98,7 +98,7 @@ def methods() -> list[tuple[str, str]]:
     """Every public method of the trainers, and the override points with an underscore that both have."""
     from transformers import Seq2SeqTrainer as Reference
 
-    from ..core.overrides import NEVER_CALLED
+    from ..core.user_code.overrides import NEVER_CALLED
     from ..pt.seq2seq import Seq2SeqTrainer as Own
 
     rows = []

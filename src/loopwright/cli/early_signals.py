@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from ..core.lost_output import discard_lost_output
-from ..core.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
+from ..core.shutdown.lost_output import discard_lost_output
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
 
 
 class StoppedEarly(SystemExit):

@@ -20,36 +20,35 @@ class Command(NamedTuple):
     """A subcommand: `module:function` receives its command line arguments and returns an exit code."""
 
     target: str
+    """A leading dot means this package."""
     help: str
 
 
 COMMANDS: dict[str, Command] = {
-    "args": Command("loopwright.cli.reference:run", "list or search the training arguments, with default and meaning"),
-    "check": Command("loopwright.cli.check:run", "try a configuration in a minute: memory, time, one save and load"),
-    "completion": Command("loopwright.cli.completion:run", "print the completion script for bash, zsh or fish"),
-    "compare": Command("loopwright.cli.compare:run", "compare runs: results, time ledger, arguments that differ"),
-    "convert": Command("loopwright.cli.convert:run", "write a checkpoint in the format of transformers' Trainer"),
-    "ctl": Command("loopwright.cli.ctl:run", "let a run save, evaluate, stop, or change its learning rate"),
-    "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation into a folder"),
-    "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and communication between ranks"),
-    "drill": Command(
-        "loopwright.cli.drill:run", ("run a training script under injected faults and report what survived")
-    ),
-    "dryrun": Command("loopwright.cli.dryrun:run", "compile a training step for TPUs without a TPU; memory per chip"),
-    "env": Command("loopwright.cli.env:run", "show versions and devices for a bug report"),
-    "explain": Command("loopwright.cli.explain:run", "show the plan of a configuration, and the source of each value"),
-    "export": Command("loopwright.cli.export:run", "write the model of a run as a folder, with a merged adapter"),
-    "init": Command("loopwright.cli.init:run", "print a configuration for a task to begin with"),
-    "launch": Command("loopwright.cli.launch:run", "run a script on several processes, or write a cluster's job file"),
+    "args": Command(".commands.args:run", "list or search the training arguments, with default and meaning"),
+    "check": Command(".commands.check:run", "try a configuration in a minute: memory, time, one save and load"),
+    "completion": Command(".commands.completion:run", "print the completion script for bash, zsh or fish"),
+    "compare": Command(".commands.compare:run", "compare runs: results, time ledger, arguments that differ"),
+    "convert": Command(".commands.convert:run", "write a checkpoint in the format of transformers' Trainer"),
+    "ctl": Command(".commands.ctl:run", "let a run save, evaluate, stop, or change its learning rate"),
+    "docs": Command(".commands.docs:main", "write the generated pages of the documentation into a folder"),
+    "doctor": Command(".commands.doctor:run", "check devices, backends and communication between ranks"),
+    "drill": Command(".commands.drill:run", ("run a training script under injected faults and report what survived")),
+    "dryrun": Command(".commands.dryrun:run", "compile a training step for TPUs without a TPU; memory per chip"),
+    "env": Command(".commands.env:run", "show versions and devices for a bug report"),
+    "explain": Command(".commands.explain:run", "show the plan of a configuration, and the source of each value"),
+    "export": Command(".commands.export:run", "write the model of a run as a folder, with a merged adapter"),
+    "init": Command(".commands.init:run", "print a configuration for a task to begin with"),
+    "launch": Command(".commands.launch:run", "run a script on several processes, or write a cluster's job file"),
     "run": Command("loopwright.compat.script:run", "run a script written for transformers' Trainer on loopwright"),
-    "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the metrics"),
-    "report": Command("loopwright.cli.report:run", "write the page of a run, or one page with several runs"),
-    "search": Command("loopwright.cli.search:run", "search for good values of a training command"),
-    "schema": Command("loopwright.cli.schema:run", "print the JSON schema of configurations"),
-    "selfcheck": Command("loopwright.cli.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
-    "train": Command("loopwright.cli.train:run", "train what a configuration describes, and resume it"),
-    "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
-    "watch": Command("loopwright.cli.watch:run", "follow a run in the terminal, also one of another process"),
+    "replay": Command(".commands.replay:run", "run a logged step again and compare the metrics"),
+    "report": Command(".commands.report:run", "write the page of a run, or one page with several runs"),
+    "search": Command(".commands.search:run", "search for good values of a training command"),
+    "schema": Command(".commands.schema:run", "print the JSON schema of configurations"),
+    "selfcheck": Command(".commands.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
+    "train": Command(".commands.train:run", "train what a configuration describes, and resume it"),
+    "version": Command(".commands.version:run", "show the version of loopwright"),
+    "watch": Command(".commands.watch:run", "follow a run in the terminal, also one of another process"),
 }
 SCRIPTS = ("launch", "run")
 """Commands whose words are those of a script."""
@@ -87,7 +86,7 @@ def usage() -> str:
 
 def _load(command: Command) -> Callable[[list[str]], int]:
     module, _, function = command.target.partition(":")
-    run: Callable[[list[str]], int] = getattr(import_module(module), function)
+    run: Callable[[list[str]], int] = getattr(import_module(module, __package__), function)
     return run
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..core.user_code import BEGINNING
+from ..core.user_code.error_notes import BEGINNING
 from ..errors import DataError, LoopwrightError, ModelError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.field import Group, Spec, arg, names_or_pattern, nearest, specs
-from ..args.generation import GenerationArgs
+from ..args.groups.generation import GenerationArgs
 from ..pt.arguments import Seq2SeqTrainingArguments, TrainingArguments
 from ..tasks.declaration import Task
 from ..tasks.fields import LoraFields, ModelFields

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.printer import PrinterCallback
 from ..core.events import TrainerCallback
-from ..core.host_memory import host_memory, host_peak
-from ..core.ledger import COMPILING, DATA, EVALUATION, PROVING, SAVING, UPDATES, Seconds
+from ..core.measure.host_memory import host_memory, host_peak
+from ..core.measure.ledger import COMPILING, DATA, EVALUATION, PROVING, SAVING, UPDATES, Seconds
 from .building import trainer_of
 from .config import Config
 from .run_control import RunControl

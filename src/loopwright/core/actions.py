@@ -14,29 +14,29 @@ from ..args.problems import short
 from ..errors import MetricError, NonFiniteError, OutputError
 from ..notices import logger
 from .checkpoint.json_files import write_json
-from .console import report_saves
-from .deferred_logs import LogPoint, can_defer_logs
-from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
-from .host_memory import MemoryMeter
-from .json_values import as_logs
-from .ledger import EVALUATION, SAVING
-from .meter import Reading
+from .logs.console import report_saves
+from .logs.deferred_logs import LogPoint, can_defer_logs
+from .logs.json_values import as_logs
+from .measure.host_memory import MemoryMeter
+from .measure.ledger import EVALUATION, SAVING
+from .measure.meter import Reading
+from .measure.pacing import Pacing
 from .outputs import speed_metrics
-from .overrides import adapt, takes
-from .pacing import Pacing
 from .part import DataPart, LossPart, PushPart
+from .resuming.saved_state import SavedState
 from .run import Run
-from .saved_state import SavedState
-from .signals import Interrupted
+from .shutdown.ending import leave, save_and_exit
+from .shutdown.signals import Interrupted
 from .strategy import Strategy
 from .update import Place, Update
+from .user_code.overrides import adapt, takes
 
 if TYPE_CHECKING:
-    from .agreement import Agreement
     from .changes import Changes
+    from .distributed.agreement import Agreement
     from .evaluation.entry import Evaluation
-    from .resume import Resuming
+    from .resuming.resume import Resuming
     from .trial import Trials
 
 

@@ -23,9 +23,9 @@ from ..args.field import Counterpart
 from ..args.problems import short
 from ..errors import ArgumentsError, OverrideError
 from ..notices import logger
-from .overrides import accepts, names_parameter
 from .state import TrainerControl, TrainerState
-from .user_code import add_note, describe, is_wrong_call, moment
+from .user_code.error_notes import add_note, describe, is_wrong_call, moment
+from .user_code.overrides import accepts, names_parameter
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments

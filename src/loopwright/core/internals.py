@@ -14,29 +14,29 @@ from ..args.base import BaseArguments
 from ..args.paths import fixed_folder, is_url
 from ..errors import BusyError
 from ..notices import Notices, logger
-from .agreement import Agreement
-from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FINISHED
-from .console import report_beginning, report_saves, report_stop
-from .ending import status_after
+from .distributed.agreement import Agreement
 from .events import CallbackHandler
 from .hooks import Hooks
-from .ledger import SAVING
-from .ledger_file import read_ledger
+from .logs.console import report_beginning, report_saves, report_stop
 from .loop import run_training
-from .meter import Meter
+from .measure.ledger import SAVING
+from .measure.ledger_file import read_ledger
+from .measure.meter import Meter
 from .outputs import TrainOutput, speed_metrics
-from .overrides import refuse_dead_overrides
 from .part import PushPart
+from .resuming.beginning import begin_run
+from .resuming.run_record import job_id, launch_id
 from .run import Run
-from .run_record import job_id, launch_id
-from .signals import Interrupted, SignalWatch
+from .shutdown.ending import status_after
+from .shutdown.signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
 from .trial import Trials
 from .updating import Updating
-from .user_code import add_note_of_call
+from .user_code.error_notes import add_note_of_call
+from .user_code.overrides import refuse_dead_overrides
 
 
 class Internals(Updating):

@@ -8,15 +8,15 @@ from typing import Any
 
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FAILED, RUNNING
-from .deferred_logs import LogPoint
-from .ledger import Ledger
-from .ledger_file import LedgerFile
-from .meter import Meter
+from .logs.deferred_logs import LogPoint
+from .measure.ledger import Ledger
+from .measure.ledger_file import LedgerFile
+from .measure.meter import Meter
+from .measure.spikes import SpikeWatch
+from .measure.throughput import ThroughputMeter
 from .plan import Plan
-from .signals import SignalWatch
-from .spikes import SpikeWatch
+from .shutdown.signals import SignalWatch
 from .state import Progress
-from .throughput import ThroughputMeter
 from .update import MicroBatch, Place, whole_batch
 
 

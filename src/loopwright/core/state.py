@@ -28,7 +28,7 @@ from .checkpoint.schema import (
     restoring,
     text,
 )
-from .log_history import LogHistory
+from .logs.log_history import LogHistory
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from ..errors import DataError
 from .actions import LoopActions
-from .agreement import Agreement
-from .console import report_saves
-from .signals import Interrupted
+from .distributed.agreement import Agreement
+from .logs.console import report_saves
+from .shutdown.signals import Interrupted
 from .strategy import StepwiseStrategy
 from .update import Update, whole_batch
-from .user_code import add_note, add_note_of_step, describe, moment
+from .user_code.error_notes import add_note, add_note_of_step, describe, moment
 
 
 class Updating(LoopActions):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..args.paths import is_url, working_folder
-from ..core.overrides import adapt, is_overridden
 from ..core.part import PushPart
+from ..core.user_code.overrides import adapt, is_overridden
 from ..errors import HubError, LoopwrightError
 from ..notices import logger
 from .card import card

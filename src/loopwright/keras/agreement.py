@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.agreement import Agreement, Description
-from ..core.description import described, name_of
+from ..core.distributed.agreement import Agreement, Description
+from ..core.distributed.description import described, name_of
 from .hooks import KerasHooks
 from .strategy import as_host
 

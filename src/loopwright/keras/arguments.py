@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol
 
 from ..args.base import BaseArguments
 from ..args.field import specs
+from ..args.groups.tensorflow import TensorFlowArgs
 from ..args.problems import Problems
-from ..args.tensorflow import TensorFlowArgs
 from .refusals import IDLE, Refusal, apply_refusals
 
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "no": None}

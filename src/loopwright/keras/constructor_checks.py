@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core.constructor import adopt_tokenizer, kind_of, problems_of_arguments
+from ..core.user_code.constructor import adopt_tokenizer, kind_of, problems_of_arguments
 from ..errors import ArgumentsError
 from ..notices import logger
 from .arguments import KerasTrainingArguments

@@ -13,8 +13,8 @@ from ..core.evaluation.loop import EvalStep, run_evaluation
 from ..core.evaluation.metric_objects import MetricObjects
 from ..core.evaluation.metrics import full_name
 from ..core.outputs import EvalLoopOutput, PredictionOutput
-from ..core.overrides import is_overridden
-from ..core.signals import Interrupted
+from ..core.shutdown.signals import Interrupted
+from ..core.user_code.overrides import is_overridden
 from ..errors import DataError, MetricError
 from ..notices import logger
 from .host_batch import HostBatch

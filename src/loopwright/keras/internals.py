@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from keras import ops
 
 from ..callbacks.defaults import default_callbacks
-from ..core.constructor import make_model
-from ..core.host_memory import MemoryMeter
 from ..core.internals import Internals
-from ..core.ledger import COMPILING
-from ..core.pacing import Pacing
+from ..core.measure.host_memory import MemoryMeter
+from ..core.measure.ledger import COMPILING
+from ..core.measure.pacing import Pacing
 from ..core.update import Update
+from ..core.user_code.constructor import make_model
 from ..hub.part import HubPart
 from .agreement import KerasAgreement
 from .arguments import POLICIES, KerasTrainingArguments

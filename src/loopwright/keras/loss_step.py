@@ -8,9 +8,9 @@ from typing import Any
 
 from keras import ops, tree
 
-from ..core.overrides import accepts, adapt, names_parameter
 from ..core.part import LossPart
 from ..core.update import Update
+from ..core.user_code.overrides import accepts, adapt, names_parameter
 from ..errors import ModelError
 from .compiled_loss import is_integer, per_row
 from .host_batch import IGNORED, count_targets

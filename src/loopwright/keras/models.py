@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from ..core.overrides import accepts
+from ..core.user_code.overrides import accepts
 from ..errors import ModelError
 from .host_batch import leaves
 

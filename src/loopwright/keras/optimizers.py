@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..args.field import nearest
-from ..args.optimizer import OptimizerArgs
+from ..args.groups.optimizer import OptimizerArgs
 from ..errors import ArgumentsError
 from .models import variable_name
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..args.distributed import AcceleratorConfig
+from ..args.groups.distributed import AcceleratorConfig
 from ..args.problems import Problems, shown
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from ..core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER,
 from ..core.checkpoint.json_files import documents_writer, read_json
 from ..core.checkpoint.schema import restoring
 from ..core.checkpoint.storage import folder_for
-from ..core.host_memory import free_memory
-from ..core.overrides import adapt
-from ..core.resume import Resuming
+from ..core.measure.host_memory import free_memory
+from ..core.resuming.resume import Resuming
+from ..core.user_code.overrides import adapt
 from ..notices import logger
 from .checkpoint import (
     bytes_of,

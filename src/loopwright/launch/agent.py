@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import handler
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ..core.parent import TIME_TO_SAVE
-from ..core.run_record import RESUME, STOPPED
-from ..core.signals import ECHO, STOPPED_AFTER_SAVING
+from ..core.resuming.run_record import RESUME, STOPPED
+from ..core.shutdown.parent import TIME_TO_SAVE
+from ..core.shutdown.signals import ECHO, STOPPED_AFTER_SAVING
 from ..errors import LoopwrightError
 from ..notices import logger
 from . import guard

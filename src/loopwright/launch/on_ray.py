@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..core.run_record import LAUNCH, RESUME
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.resuming.run_record import LAUNCH, RESUME
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError, LoopwrightError, MissingPackage
 from ..notices import logger
 from .machine import Machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError
 from .request import LaunchRequest
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.signals import survives_terminal
+from ..core.shutdown.signals import survives_terminal
 from ..errors import ArgumentsError
 from . import network
 from .machine import Machine

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..args.names import DebugOption
 from ..args.paths import working_folder
-from ..core.ledger import PROVING
-from ..core.overrides import is_overridden
+from ..core.measure.ledger import PROVING
 from ..core.update import Update
+from ..core.user_code.overrides import is_overridden
 from ..notices import logger
 from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks

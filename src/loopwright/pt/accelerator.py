@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..args.distributed import read_accelerator_config
+from ..args.groups.distributed import read_accelerator_config
 from ..core.update import MicroBatch
 from ..errors import NotAvailable
 from .accelerator_saving import AcceleratorSaving

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..args.base import BaseArguments
-from ..args.distributed import read_accelerator_config
-from ..args.generation import GenerationArgs
+from ..args.groups.distributed import read_accelerator_config
+from ..args.groups.generation import GenerationArgs
 from ..args.problems import Problems
 
 if TYPE_CHECKING:

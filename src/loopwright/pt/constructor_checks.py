@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..args.base import BaseArguments
-from ..args.distributed import read_accelerator_config
+from ..args.groups.distributed import read_accelerator_config
 from ..args.problems import short
-from ..core.constructor import kind_of, problems_of_arguments
+from ..core.user_code.constructor import kind_of, problems_of_arguments
 from ..errors import ArgumentsError
 from .data.collators import DataCollatorWithPadding, default_data_collator
 from .data.loaders import has_length

@@ -15,9 +15,9 @@ from ..args.names import DebugOption
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
 from ..core.checkpoint.run_id import FAILED
-from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
-from ..core.overrides import accepts, is_overridden
+from ..core.user_code.constructor import adopt_tokenizer, make_model
+from ..core.user_code.overrides import accepts, is_overridden
 from ..hub.part import HubPart
 from ..speed.measure.peaks import device_name
 from .accelerate_state import initialize_accelerate

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ..core.host_memory import MemoryMeter, free_memory as free_memory, host_peak as host_peak
+from ..core.measure.host_memory import MemoryMeter, free_memory as free_memory, host_peak as host_peak
 from .devices import memory_figures, reset_peak_memory
 
 

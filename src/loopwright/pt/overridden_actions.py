@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..core.console import report_saves
-from ..core.overrides import adapt, is_overridden
+from ..core.logs.console import report_saves
+from ..core.user_code.overrides import adapt, is_overridden
 
 if TYPE_CHECKING:
     from .internals import TorchInternals

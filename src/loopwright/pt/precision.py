@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..args.precision import PrecisionArgs
+from ..args.groups.precision import PrecisionArgs
 from ..errors import ArgumentsError, MissingPackage
 from ..speed.device.fp8 import refuse_without_fp8
 from .devices import supports_bf16

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.evaluation.loop import EvalPlan, EvalStep
 from ..core.outputs import PredictionOutput
-from ..core.overrides import is_overridden
+from ..core.user_code.overrides import is_overridden
 from ..errors import ArgumentsError
 from ..speed.layouts.positions import longest_alike
 from ..speed.model_stamp import state_of

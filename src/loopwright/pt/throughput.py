@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..core.ledger import COMPILING
-from ..core.pacing import Pacing
-from ..core.throughput import Interval, ThroughputMeter
+from ..core.measure.ledger import COMPILING
+from ..core.measure.pacing import Pacing
+from ..core.measure.throughput import Interval, ThroughputMeter
 from ..core.update import Update
 from ..notices import logger
 from ..speed.compile.compile_time import CompileTime

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.overrides import adapt
 from ..core.update import Update
+from ..core.user_code.overrides import adapt
 from .data.columns import innermost
 
 WHOLE = (torch.int64, torch.int32)

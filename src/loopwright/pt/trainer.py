@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..core.checkpoint.manager import CheckpointManager
-from ..core.constructor import make_model
 from ..core.events import CallbackHandler
 from ..core.loop import follow_control
 from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
 from ..core.trainer import BaseTrainer, derived
+from ..core.user_code.constructor import make_model
 from ..search.entry import hyperparameter_search
 from ..search.session import Request
 from ..speed.report import SpeedReport

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from ..core.ledger import (
+from ..core.measure.ledger import (
     COMPILING,
     DATA,
     EVALUATION,

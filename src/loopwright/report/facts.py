@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..args.field import UNSET, specs
 from ..args.secrets import MASK, is_secret, masked_text
 from ..core.checkpoint.folder import ARGUMENTS
-from ..core.run_record import FILE as RECORD
+from ..core.resuming.run_record import FILE as RECORD
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments

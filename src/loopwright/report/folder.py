@@ -13,8 +13,8 @@ from ..callbacks.metrics_file import FILE_NAME
 from ..core.checkpoint.claim import decoded
 from ..core.checkpoint.lock_file import LOCK
 from ..core.checkpoint.run_id import RUNNING
-from ..core.ledger import PARTS
-from ..core.ledger_file import FILE as LEDGER, Recorded, read_ledger
+from ..core.measure.ledger import PARTS
+from ..core.measure.ledger_file import FILE as LEDGER, Recorded, read_ledger
 from ..errors import ArgumentsError
 from .data_file import read_facts
 from .facts import command, resolved, saved_arguments

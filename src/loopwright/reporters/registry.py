@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from ..args.tracking import ENTRY_POINTS, REFUSED, named_trackers, third_party
+from ..args.groups.tracking import ENTRY_POINTS, REFUSED, named_trackers, third_party
 from ..core.events import TrainerCallback
 from ..errors import ArgumentsError
 from .base import Reporter

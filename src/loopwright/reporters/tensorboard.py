@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from ..args.tracking import tensorboard_folder
+from ..args.groups.tracking import tensorboard_folder
 from ..core.checkpoint.schema import check_part, file_part, maybe, record, text
 from ..errors import MissingPackage, NotAvailable
 from ..notices import logger

@@ -7,7 +7,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..core.parent import stop_with_parent
+from ..core.shutdown.parent import stop_with_parent
 from .main_module import load_main
 from .process import DONE, FAILED, UNREADY, RemoteCoordinator, packed_error
 from .transfer import next_value, unpacked

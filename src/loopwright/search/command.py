@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from ..core.parent import stop_with_parent
+from ..core.shutdown.parent import stop_with_parent
 
 
 def main(words: list[str]) -> None:

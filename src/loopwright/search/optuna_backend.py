@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.outputs import BestRun
-from ..core.signals import Interrupted
+from ..core.shutdown.signals import Interrupted
 from ..core.trial import CONTINUE, PRUNE
 from ..errors import ArgumentsError, MissingPackage, SearchError
 from ..notices import logger

@@ -14,8 +14,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from ..core.run_record import LAUNCH, RESUME, STOPPED, TAKE_OVER
-from ..core.signals import FORWARDED, STOPPED_AFTER_SAVING
+from ..core.resuming.run_record import LAUNCH, RESUME, STOPPED, TAKE_OVER
+from ..core.shutdown.signals import FORWARDED, STOPPED_AFTER_SAVING
 from ..core.trial import PAUSE, Reply
 from ..errors import SearchError
 from .coordinator import TrialCoordinator

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..args.paths import working_folder
 from ..core.checkpoint.manager import CheckpointManager
-from ..core.continuation import WITHOUT_EFFECT
-from ..core.description import described
+from ..core.distributed.description import described
 from ..core.outputs import BestRun
+from ..core.resuming.continuation import WITHOUT_EFFECT
 from ..core.trial import CONTINUE, PAUSE, PRUNE, default_objective, folder_name
 from ..errors import ArgumentsError
 from ..notices import Notices, logger

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from ..core.lost_output import discard_lost_output
-from ..core.parent import TIME_TO_SAVE
-from ..core.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
+from ..core.shutdown.lost_output import discard_lost_output
+from ..core.shutdown.parent import TIME_TO_SAVE
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
 from ..notices import logger
 
 

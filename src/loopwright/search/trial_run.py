@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.parent import TIME_TO_SAVE
+from ..core.shutdown.parent import TIME_TO_SAVE
 from ..core.trial import CONTINUE, Coordinator, takes_trial, with_values
 from ..errors import OwnerError
 from .changed_values import ChangedValues

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..args.paths import working_folder
-from ..core.incident import write_incident
+from ..core.logs.incident import write_incident
 from ..errors import ModelError
 from ..keras.host_batch import HostBatch
 from ..keras.loss_step import LossNote, LossStep

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core.incident import as_json_number
+from ..core.logs.incident import as_json_number
 from ..keras.checkpoint import write_values
 from ..keras.host_batch import HostBatch, leaves
 from ..keras.models import named_variables

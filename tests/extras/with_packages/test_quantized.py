@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 from loopwright import Trainer, TrainingArguments
-from loopwright.cli import export
+from loopwright.cli.commands import export
 from loopwright.config import build_trainer, load_config
 from loopwright.errors import ArgumentsError, ModelError
 from tests.tasks import tiny

@@ -11,7 +11,7 @@ from ...errors import DataError
 from ..outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from ..part import Part
 from ..randomness import untouched_rng
-from ..user_code import add_note_of_call
+from ..user_code.error_notes import add_note_of_call
 from .loop import EvalPlan
 from .metric_objects import MetricObjects
 

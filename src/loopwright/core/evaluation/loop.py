@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..outputs import EvalLoopOutput, EvalPrediction
-from ..user_code import add_note, describe
+from ..user_code.error_notes import add_note, describe
 from .metrics import checked_metrics, plain_numbers, with_prefix
 from .predictions import PredictionStore
 

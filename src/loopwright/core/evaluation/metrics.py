@@ -13,7 +13,7 @@ import numpy as np
 
 from ...args.problems import short
 from ...errors import MetricError
-from ..json_values import DEEPEST
+from ..logs.json_values import DEEPEST
 
 
 def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:

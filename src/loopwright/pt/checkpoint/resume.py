@@ -9,8 +9,8 @@ from torch import nn
 
 from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER
 from ...core.checkpoint.schema import check_part, label, like, named, restoring
-from ...core.packing import PackedPlan
-from ...core.resume import PROGRESS_DOCUMENT, Resuming
+from ...core.resuming.resume import PROGRESS_DOCUMENT, Resuming
+from ...core.sampling.packing import PackedPlan
 from ...errors import CheckpointError
 from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates

@@ -16,7 +16,7 @@ from ...core.checkpoint.json_files import documents_writer
 from ...core.checkpoint.one_folder import OneFolder
 from ...core.checkpoint.storage import folder_for
 from ...core.checkpoint.writers import Part, publish_together
-from ...core.overrides import adapt, is_overridden
+from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import CheckpointError
 from ..memory_metrics import free_memory
 from ..rng import rng_to_json

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...args.base import BaseArguments
-from ...core.balancing import Balancing
+from ...core.sampling.balancing import Balancing
 from .loaders import OrderedSampler, sample_lengths
 
 

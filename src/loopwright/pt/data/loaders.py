@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
 from ...args.base import BaseArguments
-from ...args.data import DataArgs
-from ...args.hardware import HardwareArgs
+from ...args.groups.data import DataArgs
+from ...args.groups.hardware import HardwareArgs
 from ...core.order import Order
-from ...core.packing import Packing
-from ...core.user_code import add_note, describe_items
+from ...core.sampling.packing import Packing
+from ...core.user_code.error_notes import add_note, describe_items
 from ...errors import ArgumentsError, DataError
 from ...snapshot import restore_rng
 from .loading_errors import NotedInWorker, NotedSamples, raise_for_main

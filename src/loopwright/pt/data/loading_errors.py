@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
-from ...core.user_code import BEGINNING, add_note, describe, describe_items, frames_of, is_clear
+from ...core.user_code.error_notes import BEGINNING, add_note, describe, describe_items, frames_of, is_clear
 from ...errors import LoopwrightError
 from .columns import LABEL_COLUMNS
 

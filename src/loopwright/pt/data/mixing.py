@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from ...args.field import nearest
-from ...core.mixing import MixedOrder
+from ...core.sampling.mixing import MixedOrder
 from ...errors import ArgumentsError, DataError
 from .columns import LABEL_COLUMNS
 from .loaders import OrderedSampler, check_not_empty

@@ -7,8 +7,8 @@ from itertools import islice, pairwise
 from typing import Any
 
 from ...args.base import BaseArguments
-from ...args.data import DataArgs
-from ...core.packing import PackedPlan, Packing, make_packed_plan
+from ...args.groups.data import DataArgs
+from ...core.sampling.packing import PackedPlan, Packing, make_packed_plan
 from ...errors import ArgumentsError, NotAvailable
 from ...notices import Notices
 from ...snapshot import untouched_rng

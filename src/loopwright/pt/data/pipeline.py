@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...core.evaluation.entry import named_eval_dataset
-from ...core.overrides import adapt, is_overridden
 from ...core.plan import Plan, make_plan
+from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
 from ...snapshot import restore_rng, snapshot_rng

@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from ...args.reading import read_dict
-from ...core.mixing import MixedOrder
-from ...core.overrides import adapt
+from ...core.sampling.mixing import MixedOrder
 from ...core.update import Place
+from ...core.user_code.overrides import adapt
 from ...errors import ArgumentsError
 from ...snapshot import untouched_rng
 from ..loss.targets import count_samples

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ...core.parent import die_with_parent
-from ...core.signals import outlive_signals
+from ...core.shutdown.parent import die_with_parent
+from ...core.shutdown.signals import outlive_signals
 
 PATIENCE = 2.0
 """Seconds in which workers may finish their sample when they are ended; then they are killed."""

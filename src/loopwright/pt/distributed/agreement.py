@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 
-from ...core.agreement import Agreement, Description
-from ...core.description import described, digest, name_of
-from ...core.overrides import is_overridden
+from ...core.distributed.agreement import Agreement, Description
+from ...core.distributed.description import described, digest, name_of
+from ...core.user_code.overrides import is_overridden
 from ...errors import ModelError
 from ..checkpoint.tensors import plain_module
 from ..data.columns import without_wrappers

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from ...core.beacon import Sighting, describe, late_ones, phase_of, stack_text
+from ...core.distributed.beacon import Sighting, describe, late_ones, phase_of, stack_text
 from ...errors import LostRankError
 from ...notices import logger
 

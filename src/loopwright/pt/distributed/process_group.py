@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.parent import stop_with_launcher
+from ...core.shutdown.parent import stop_with_launcher
 from ...errors import ArgumentsError
 from ..devices import is_lazy
 from .rendezvous import agree_on_round

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.evaluation.loop import EvalStep
 from ...core.events import CallbackHandler
-from ...core.signals import WATCHED, Interrupted, SignalWatch
+from ...core.shutdown.signals import WATCHED, Interrupted, SignalWatch
 from ...core.update import Update
 from ...errors import ArgumentsError
 from ..checkpoint.tensors import plain_module

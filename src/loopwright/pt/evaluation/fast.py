@@ -14,9 +14,9 @@ from torch import Tensor
 from ...args.names import DebugOption
 from ...core.evaluation.loop import EvalPlan, EvalStep
 from ...core.evaluation.metric_objects import MetricObjects
-from ...core.overrides import is_overridden
-from ...core.signals import Interrupted
+from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update
+from ...core.user_code.overrides import is_overridden
 from ...notices import logger
 from ...speed.evaluation.engine import WINDOW_BATCHES, EvaluationEngine
 from ...speed.evaluation.inputs import EvaluationInputs, Forward

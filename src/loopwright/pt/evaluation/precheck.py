@@ -7,7 +7,7 @@ from itertools import islice
 
 from ...core.evaluation.loop import run_evaluation
 from ...core.evaluation.metrics import full_name
-from ...core.overrides import is_overridden
+from ...core.user_code.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger
 from ...snapshot import untouched_rng

@@ -18,10 +18,10 @@ from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
 from ...core.evaluation.predictions import map_nested
 from ...core.outputs import EvalLoopOutput
-from ...core.overrides import adapt, is_overridden
-from ...core.signals import Interrupted
+from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update
-from ...core.user_code import add_note, add_note_of_step, describe
+from ...core.user_code.error_notes import add_note, add_note_of_step, describe
+from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import DataError
 from ..checkpoint.callback_tensors import evaluation_weights, uses_averages
 from ..data.columns import LABEL_COLUMNS

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.overrides import accepts, adapt, is_overridden
+from ...core.user_code.overrides import accepts, adapt, is_overridden
 from ..data.columns import LABEL_COLUMNS
 from .find import decodes_from_labels, loss_in
 from .learning import LossLearning

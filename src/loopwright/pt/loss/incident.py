@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.evaluation.predictions import map_nested
-from ...core.incident import as_json_number
+from ...core.logs.incident import as_json_number
 from ..checkpoint.full_tensor import whole_of
 from ..checkpoint.tensors import write_tensors
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.user_code import frames_of
+from ...core.user_code.error_notes import frames_of
 from ..arguments import TrainingArguments
 from ..data.columns import LABEL_COLUMNS
 from .out_of_memory import is_out_of_memory

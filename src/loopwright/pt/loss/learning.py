@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.ledger import PROVING
-from ...core.overrides import accepts, is_overridden, reaches_ours
+from ...core.measure.ledger import PROVING
 from ...core.part import LossPart
+from ...core.user_code.overrides import accepts, is_overridden, reaches_ours
 from ...speed.proof.audit import is_turn
 from ..data.columns import innermost
 from ..devices import is_lazy

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.named_values import check_name
+from ...core.measure.named_values import check_name
 from ...core.update import MicroBatch, Update
 from ...errors import ModelError
 from .targets import LossKind

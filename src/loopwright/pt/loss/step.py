@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...args.paths import working_folder
 from ...core.checkpoint.schema import check_part
-from ...core.incident import write_incident
-from ...core.signals import Interrupted
+from ...core.logs.incident import write_incident
+from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import AS_MADE

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
 from ...args.field import nearest
-from ...core.overrides import accepts, adapt
+from ...core.user_code.overrides import accepts, adapt
 from ...errors import ModelError
 from ...notices import Notices
 from ...speed.compile.blocks import Compiled, compile_blocks, repeated_blocks

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ...args.optimizer import OptimizerArgs
+from ...args.groups.optimizer import OptimizerArgs
 from ...args.reading import read_dict
-from ...core.overrides import adapt, is_overridden
+from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import ArgumentsError, ModelError
 from ..part import TorchPart
 from ..precision import check_fp16_weights

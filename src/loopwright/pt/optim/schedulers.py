@@ -15,8 +15,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ...args.groups.saving import SavingArgs
 from ...args.problems import short_value
-from ...args.saving import SavingArgs
 from ...core.schedules import SCHEDULES, Schedule, build_schedule
 from ...errors import ArgumentsError
 from .greedy_lr import GreedyLR

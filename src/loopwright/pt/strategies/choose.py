@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ...args.base import BaseArguments
-from ...args.distributed import DistributedArgs
+from ...args.groups.distributed import DistributedArgs
+from ...args.nested.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
+from ...args.nested.zero import contradictions, stage_of
 from ...args.process import ProcessInfo
-from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
-from ...args.zero import contradictions, stage_of
-from ...core.agreement import compare_arguments
+from ...core.distributed.agreement import compare_arguments
 from ...errors import ArgumentsError
 from ..devices import is_lazy
 from ..distributed.process_group import Processes, open_processes

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...args.base import BaseArguments
+from ...args.nested.zero import filled_config
 from ...args.reading import read_dict
-from ...args.zero import filled_config
 from ...core.update import MicroBatch
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
 from ..checkpoint.weights import saved_weights

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from ...args.sharding import FsdpOptions
+from ...args.nested.sharding import FsdpOptions
 from ...core.update import MicroBatch
 from ...errors import ArgumentsError, ModelError
 from ..checkpoint.shards import local_part

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ...args.sharding import FsdpOptions
+from ...args.nested.sharding import FsdpOptions
 from ...core.update import MicroBatch
 from ...errors import ModelError
 from ..checkpoint.shards import is_distributed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.packing import next_fit
+from ...core.sampling.packing import next_fit
 
 
 def cut_by_length(

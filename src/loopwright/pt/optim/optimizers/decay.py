@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ....args.optimizer import OptimizerArgs
+from ....args.groups.optimizer import OptimizerArgs
 from ....errors import ModelError
 from .options import OptimizerSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....args.optimizer import OptimizerArgs
+from ....args.groups.optimizer import OptimizerArgs
 from ....errors import ArgumentsError
 
 Converter = Callable[[Any], Any]

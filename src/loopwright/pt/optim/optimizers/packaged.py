@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....args.optimizer import why_refused
+from ....args.groups.optimizer import why_refused
 from ....errors import ArgumentsError, MissingPackage
 from .decay import parameter_groups
 from .options import OptimizerSpec, optional, to_bool, to_float, to_floats, to_int, to_text, to_torch_dtype

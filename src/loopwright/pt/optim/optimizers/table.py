@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ....args.optimizer import OptimizerArgs
-from ....core.user_code import add_note
+from ....args.groups.optimizer import OptimizerArgs
+from ....core.user_code.error_notes import add_note
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged
 from .decay import check_trainable, parameter_groups

@@ -1,0 +1,1 @@
+"""The arguments: one dataclass per theme."""

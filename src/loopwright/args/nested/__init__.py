@@ -1,0 +1,1 @@
+"""Arguments that are dictionaries or lists: their forms and checks."""

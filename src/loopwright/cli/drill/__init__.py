@@ -1,0 +1,1 @@
+"""Parts of `loopwright drill`: its training process, the faults, the results."""

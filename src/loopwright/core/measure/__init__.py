@@ -1,0 +1,1 @@
+"""What is measured during training: loss, throughput, time and memory."""

@@ -1,0 +1,1 @@
+"""Which samples are in a micro-batch: mixed sources, token budgets, balanced costs."""
