@@ -121,7 +121,7 @@ class BatchSplitter:
         half, start = size // 2, 0
         if lengths is not None:
             windows = [lengths[begin : begin + half] for begin in range(size - half + 1)]
-            # Samples of one length would not tell what the loss is divided by.
+            # Samples of one length fit every denominator.
             start = min(range(len(windows)), key=lambda begin: (len(set(windows[begin])) == 1, max(windows[begin])))
         return without_common_padding(_piece(batch, how, start, start + half), self._names)
 
