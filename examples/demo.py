@@ -2,7 +2,7 @@
 
     make demo                          or:  python examples/demo.py --steps 1000
 
-It is what a script with transformers' Trainer looks like; only the import says loopwright.
+The script is written as for transformers' Trainer; only the import differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small datasets made on the spot, and a tokenizer for them: the examples need no download."""
+"""Small generated datasets and a tokenizer for them, so that the examples need no download."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Pretrain a language model: a text is cut into pieces of one length, so there is no padding.
+"""Pretrain a language model: a text is split into pieces of the same length, so there is no padding.
 
-    python examples/pretrain.py                                    # sentences made on the spot, a tiny GPT-2
+    python examples/pretrain.py                                    # generated sentences, a tiny GPT-2
     python examples/pretrain.py --data book.txt --model openai-community/gpt2
 
-`--data` is a text file, of which the last tenth is kept for evaluation; `--model` goes on from trained weights.
+`--data` is a text file, of which the last tenth is kept for evaluation; `--model` starts from trained weights.
 """
 
 from __future__ import annotations

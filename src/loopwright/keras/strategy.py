@@ -1,4 +1,4 @@
-"""Base of the strategies for Keras: an update is one compiled call; the other verbs return what it computed."""
+"""Base of the strategies for Keras: an update is one compiled call; its other methods return what that call computed."""
 
 from __future__ import annotations
 
