@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNMASKED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import DECODERS, ENCODERS, PAIRS, build, samples
 from tests.speed.training import Run, gradients_of
@@ -56,7 +56,7 @@ def test_the_update_is_the_one_of_padded_batches(kind: str, task: str, doubles_s
     plain: Run = gradients_of(model, data, tmp_path, speed="off")
     laid = gradients_of(model, data, tmp_path, speed="max")
     assert laid.plan.layout == EXPECTED[kind, task], laid.plan.lines()
-    assert laid.plan.layout != AS_MADE
+    assert laid.plan.layout != COLLATED
     assert laid.loss == pytest.approx(plain.loss, rel=tolerance)
     assert plain.gradients.keys() == laid.gradients.keys()
     assert gradient_distance([*plain.gradients.values()], [*laid.gradients.values()]) < tolerance

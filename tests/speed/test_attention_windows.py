@@ -18,7 +18,7 @@ from loopwright.speed.layouts.candidates import make_layout
 from loopwright.speed.layouts.positions import longest_alike
 from loopwright.speed.layouts.rows import Limits
 from loopwright.speed.layouts.samples import NoSamples, real_tokens, take_apart
-from loopwright.speed.planner.decision import AS_MADE, FLAT, UNPADDED
+from loopwright.speed.planner.decision import COLLATED, FLAT, UNPADDED
 from loopwright.speed.proof.prober import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import InOrder, gradients_of, train
@@ -305,7 +305,7 @@ def test_batches_with_weights_for_a_mask_stay_as_they_were_made(doubles_stay: No
     model, data = build("llama", "causal"), samples(12, "causal", longest=20)
     plain = gradients_of(model, data, tmp_path, speed="off", data_collator=weighted)
     laid = gradients_of(model, data, tmp_path, speed="max", data_collator=weighted)
-    assert laid.plan.layout == AS_MADE and laid.shapes == plain.shapes
+    assert laid.plan.layout == COLLATED and laid.shapes == plain.shapes
     assert gradient_distance([*plain.gradients.values()], [*laid.gradients.values()]) < 1e-10
 
 

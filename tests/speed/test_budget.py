@@ -18,7 +18,7 @@ from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.memory.estimate import POLICIES, USABLE, ActivationBytes, MemoryEstimate, usable_bytes
 from loopwright.speed.memory.recompute import is_recomputing
 from loopwright.speed.memory.token_budget import Demand, at_length, choose_budget, demand_of
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNPADDED, SpeedPlan
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, ROW_TOKENS, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, collate, config, samples
 from tests.speed.training import Run, gradients_of, train
 
@@ -274,5 +274,5 @@ def test_even_batches_that_do_not_fit_are_recomputed_too(tmp_path: Any, monkeypa
     with_memory(monkeypatch, 2**10)
     even = [{name: value[:3] for name, value in sample.items()} for sample in DATA]
     run = train(build("llama", "causal", layers=2), even, tmp_path, speed="max", gradient_accumulation_steps=1)
-    assert run.plan.layout == AS_MADE and run.plan.activations == "full" and run.plan.budget == 0
+    assert run.plan.layout == COLLATED and run.plan.activations == "full" and run.plan.budget == 0
     assert any("may not fit" in line for line in run.plan.lines())

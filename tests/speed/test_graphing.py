@@ -19,7 +19,7 @@ from loopwright import Trainer, TrainerCallback
 from loopwright.core.update import MicroBatch, Update
 from loopwright.pt.acceleration import Acceleration
 from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GRAPHS, IN_GROUPS, UNPADDED, SpeedPlan
+from loopwright.speed.planner.decision import COLLATED, FLAT, GRAPHS, IN_GROUPS, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, Run, train
 from tests.spreads import some, spread
@@ -102,7 +102,7 @@ def test_a_graphed_run_is_the_run_without(
     }  # fmt: skip
     plain = train(dropping(kind, task), data, tmp_path, speed="off", **options)
     run = train(dropping(kind, task), data, tmp_path, **options)
-    assert run.plan.graphed and run.plan.layout == AS_MADE, run.plan.lines()
+    assert run.plan.graphed and run.plan.layout == COLLATED, run.plan.lines()
     assert recorder.recorded == 1 and recorder.replays == 6 * accumulation + 2, "from the third update, and two checks"
     # A share is a number in single precision where the graph reads it.
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
@@ -179,7 +179,7 @@ def test_what_a_replay_would_leave_out_keeps_graphs_off(
 ) -> None:
     run = train(build("bert", "class"), even(24, "class"), tmp_path, max_steps=4, **options)
     assert not run.plan.graphed and recorder.recorded == 0
-    assert words in str(run.trainer._loopwright.run.speed._here.why_not_graph)
+    assert words in str(run.trainer._loopwright.run.speed._setup.why_not_graph)
 
 
 def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,6 +469,6 @@ def test_a_plan_keeps_that_it_is_graphed() -> None:
     plan = SpeedPlan(graphed=True)
     plan.note(GRAPHS, True, "kernel launches take longer")
     assert plan.changes_anything and SpeedPlan.from_dict(plan.as_dict()) == plan
-    assert SpeedPlan.from_dict({**plan.as_dict(), "layout": "as made"}).layout == AS_MADE, "of an older checkpoint"
+    assert SpeedPlan.from_dict({**plan.as_dict(), "layout": "as made"}).layout == COLLATED, "of an older checkpoint"
     plan.take_back(GRAPHS, "it failed")
     assert plan.lines() == [f"off  {GRAPHS}: it failed"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED, SpeedPlan
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, gradients_of, train
 
@@ -30,7 +30,7 @@ def test_the_level_says_what_is_tried(tmp_path: Any) -> None:
     """speed="off" tries nothing, "auto" what pays (in a tiny run nothing does), "max" everything."""
     runs = {level: train(fresh(), DATA, tmp_path / level, speed=level, max_steps=3) for level in ("off", "auto", "max")}
     assert runs["off"].trainer._loopwright.run.speed is None
-    assert runs["auto"].plan.layout == AS_MADE and "too small" in runs["auto"].plan.choices[0].reason
+    assert runs["auto"].plan.layout == COLLATED and "too small" in runs["auto"].plan.choices[0].reason
     assert runs["max"].plan.layout == FLAT
     assert runs["off"].losses == runs["auto"].losses
     assert runs["max"].losses == pytest.approx(runs["off"].losses, rel=1e-6)
@@ -76,7 +76,7 @@ def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, mo
     monkeypatch.setattr(planning, "LOOKS", 3)
     even = [{name: value[:3] for name, value in sample.items()} for sample in DATA]
     run = train(fresh(), even, tmp_path, speed="auto", max_steps=4)
-    assert run.plan.layout == AS_MADE and "0% of the tokens are padding" in run.plan.choices[0].reason
+    assert run.plan.layout == COLLATED and "0% of the tokens are padding" in run.plan.choices[0].reason
     assert run.trainer._loopwright.run.speed.is_idle
 
 
@@ -86,7 +86,7 @@ def test_small_micro_batches_without_padding_are_joined(accumulation: int, tmp_p
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation, "max_steps": 3}
     plain = train(fresh(), DATA, tmp_path, speed="off", **options)
     run = train(fresh(), DATA, tmp_path, speed="max", **options)
-    assert run.plan.layout == (FLAT if accumulation > 1 else AS_MADE)
+    assert run.plan.layout == (FLAT if accumulation > 1 else COLLATED)
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
     for name, gradient in plain.gradients.items():
         torch.testing.assert_close(run.gradients[name], gradient, rtol=1e-4, atol=1e-6)
@@ -100,7 +100,7 @@ def test_large_micro_batches_without_padding_stay_as_they_are(tmp_path: Any, mon
 
     monkeypatch.setitem(plan.PER_MODULE, "cpu", 0.0)
     run = train(fresh(), DATA, tmp_path, speed="max", per_device_train_batch_size=1, gradient_accumulation_steps=6)
-    assert run.plan.layout == AS_MADE and "too little padding" in run.plan.choices[0].reason
+    assert run.plan.layout == COLLATED and "too little padding" in run.plan.choices[0].reason
 
 
 def test_a_token_budget_is_kept(tmp_path: Any) -> None:
@@ -168,7 +168,7 @@ class Unstable(Trainer):
 
 def test_a_loss_that_changes_by_itself_is_left_alone(tmp_path: Any) -> None:
     run = train(fresh(), DATA, tmp_path, kind=Unstable, speed="max")
-    assert run.plan.layout == AS_MADE
+    assert run.plan.layout == COLLATED
 
 
 def test_label_smoothing_is_laid_out_too(tmp_path: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_hook_of_the_users_sees_batches_of_the_form_it_was_written_for(tmp_pat
     model, seen = fresh(), []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
     run = train(model, DATA, tmp_path, speed="max")
-    assert run.plan.layout == AS_MADE and [shape[0] for shape in seen[-2:]] == [6, 6], "as the collator made them"
+    assert run.plan.layout == COLLATED and [shape[0] for shape in seen[-2:]] == [6, 6], "as the collator made them"
     assert any("a hook on model.layers.0" in choice.reason for choice in run.plan.choices)
 
 
@@ -275,7 +275,7 @@ class BatchNormed(nn.Module):
 def test_statistics_of_the_batch_keep_batches_as_they_are(tmp_path: Any) -> None:
     torch.manual_seed(0)
     run = train(BatchNormed(), DATA, tmp_path, speed="max")
-    assert run.plan.layout == AS_MADE
+    assert run.plan.layout == COLLATED
     assert any("not made of the losses of its samples" in choice.reason for choice in run.plan.choices)
 
 
@@ -295,7 +295,7 @@ class MaskBlind(BatchNormed):
 def test_a_model_that_computes_with_its_padding_keeps_it(tmp_path: Any) -> None:
     torch.manual_seed(0)
     run = train(MaskBlind(), DATA, tmp_path, speed="max")
-    assert run.plan.layout == AS_MADE
+    assert run.plan.layout == COLLATED
     assert any("changes with its padding" in choice.reason for choice in run.plan.choices)
 
 
@@ -425,7 +425,7 @@ def test_a_plan_is_not_taken_up_by_a_trainer_with_another_loss(tmp_path: Any) ->
     assert first.plan.layout == FLAT
     resume = str(tmp_path / "first" / "checkpoint-2")
     other = train(build("llama", "causal"), DATA[:36], tmp_path / "other", kind=NoDenseMask, resume=resume, **options)
-    assert other.plan.layout not in (FLAT, AS_MADE)
+    assert other.plan.layout not in (FLAT, COLLATED)
     assert other.losses[-2:] == pytest.approx(first.losses[-2:], rel=1e-5)
 
 

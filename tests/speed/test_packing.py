@@ -25,7 +25,7 @@ from loopwright.core.update import Place
 from loopwright.pt.data.loaders import torch_permutation
 from loopwright.pt.distributed.sync import SharedLoss
 from loopwright.pt.internals import TorchInternals
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, train
@@ -227,7 +227,7 @@ LAID = [
     ("bert", "class", UNPADDED, Trainer),
     ("bert", "tokens", FLAT, Trainer),
     ("t5", "pair", GROUPED, Trainer),
-    ("llama", "causal", AS_MADE, OwnStep),
+    ("llama", "causal", COLLATED, OwnStep),
 ]
 
 
@@ -279,7 +279,7 @@ def test_where_nothing_is_proved_batches_are_padded_and_that_is_said(
 
     torch.manual_seed(0)
     run = packed(Blind(), tmp_path / "blind", max_steps=2)
-    assert run.plan.layout == AS_MADE and run.shapes[0][0][0] == len(expected(0)[0])
+    assert run.plan.layout == COLLATED and run.shapes[0][0][0] == len(expected(0)[0])
     assert caplog.text.count("padded and may have more tokens, since no padding-free layout is verified here") == 1
     packed(fresh(), tmp_path / "own", kind=OwnStep)
     assert "batch_tokens is not enforced because batches are padded: training_step is over" in caplog.text

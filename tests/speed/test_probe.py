@@ -14,7 +14,7 @@ import loopwright.speed.attention.dispatch as attention
 import loopwright.speed.layouts.candidates as candidates
 import loopwright.speed.layouts.rows as layouts
 from loopwright.speed.attention.document_mask import as_mask, borders_in, borders_of
-from loopwright.speed.planner.decision import AS_MADE, FLAT
+from loopwright.speed.planner.decision import COLLATED, FLAT
 from loopwright.speed.proof.distance import gradient_distance
 from loopwright.speed.proof.prober import whole_precision
 from tests.speed.architectures import build, samples
@@ -75,7 +75,7 @@ def test_a_wrong_kernel_is_refused_and_the_run_stays_right(
     monkeypatch.setattr(attention, "one_by_one", wrong)
     run = gradients_of(build("llama", "causal", layers=2), DATA, tmp_path, speed="max")
     flat = next(choice for choice in run.plan.choices if choice.name == FLAT)
-    assert not flat.is_on and run.plan.layout not in (FLAT, AS_MADE), run.plan.lines()
+    assert not flat.is_on and run.plan.layout not in (FLAT, COLLATED), run.plan.lines()
     assert run.loss == pytest.approx(plain.loss, rel=1e-6)
     assert gradient_distance([*plain.gradients.values()], [*run.gradients.values()]) < 1e-6
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopwright import Trainer
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNMASKED, UNPADDED
 from tests.speed.architectures import WithFeatures, build, collate, on_the_left, samples
 from tests.speed.training import InOrder, Run, off_and_max, train
 from tests.spreads import spread
@@ -40,7 +40,7 @@ def same_losses(make: Any, data: Any, folder: Path, change: Any, **options: Any)
     return fast
 
 
-def as_made(run: Run) -> list[bool]:
+def kept_collated(run: Run) -> list[bool]:
     """For each update whether its micro-batches have the collator's rows; a laid out one has one row."""
     return [update[0][0] > 1 for update in run.shapes]
 
@@ -54,7 +54,7 @@ def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tm
     run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
     assert run.plan.layout == FLAT, run.plan.lines()
     odd = {number // 2 for number in holed}
-    assert as_made(run) == [update in odd for update in range(4)]
+    assert kept_collated(run) == [update in odd for update in range(4)]
 
 
 def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
@@ -77,7 +77,7 @@ def test_first_tokens_predicted_from_padding_are_counted_as_the_collator_has_the
         return on_the_left(batch)
 
     run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
-    assert run.plan.layout == FLAT and as_made(run) == [False, True, True, True]
+    assert run.plan.layout == FLAT and kept_collated(run) == [False, True, True, True]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -222,7 +222,7 @@ def test_padding_that_is_minded_is_found_when_all_samples_are_equally_long(lengt
             "labels": torch.tensor([s["labels"] for s in batch]),
         }
 
-    assert off_and_max(MeanOfAll, data, tmp_path, data_collator=to_width).plan.layout == AS_MADE
+    assert off_and_max(MeanOfAll, data, tmp_path, data_collator=to_width).plan.layout == COLLATED
 
 
 def test_as_many_classes_as_tokens_are_still_classes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED
 from tests.speed.architectures import SIZES, build, collate, on_the_left, samples
 from tests.speed.training import off_and_max
 
@@ -41,7 +41,7 @@ def test_a_loss_between_samples_is_found_however_short_they_are(tmp_path: Path) 
         found.load_state_dict(model)
         return found
 
-    assert off_and_max(make, samples(36, "class"), tmp_path).plan.layout == AS_MADE
+    assert off_and_max(make, samples(36, "class"), tmp_path).plan.layout == COLLATED
 
 
 def lora(**options: Any) -> nn.Module:
@@ -70,7 +70,7 @@ def test_prompts_that_are_learned_are_proved_with_the_prompt(tmp_path: Path) -> 
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         return peft.get_peft_model(build("llama", "causal"), config)
 
-    assert off_and_max(make, DATA, tmp_path).plan.layout not in (AS_MADE, FLAT)
+    assert off_and_max(make, DATA, tmp_path).plan.layout not in (COLLATED, FLAT)
 
 
 class OnlyWhileTraining(nn.Module):
@@ -88,7 +88,7 @@ class OnlyWhileTraining(nn.Module):
 
 def test_what_cannot_be_compared_trains_as_it_is(tmp_path: Path) -> None:
     run = off_and_max(OnlyWhileTraining, DATA, tmp_path)
-    assert run.plan.layout == AS_MADE
+    assert run.plan.layout == COLLATED
     assert "this model only trains" in run.plan.lines()[0]
 
 
@@ -120,4 +120,4 @@ def test_a_loss_over_the_batch_leaves_the_head_as_it_is(tmp_path: Path) -> None:
         return transformers.MixtralForCausalLM(config)
 
     run = off_and_max(make, DATA, tmp_path)
-    assert run.plan.layout == AS_MADE and run.plan.linear_loss, run.plan.lines()
+    assert run.plan.layout == COLLATED and run.plan.linear_loss, run.plan.lines()

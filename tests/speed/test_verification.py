@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from loopwright import TrainerCallback
-from loopwright.speed.planner.decision import AS_MADE
+from loopwright.speed.planner.decision import COLLATED
 from loopwright.speed.proof.audit import EVERY, is_turn
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, train
@@ -79,7 +79,7 @@ def test_a_loss_that_changes_unseen_is_found_and_the_run_goes_on_right(tmp_path:
     fast = run(tmp_path / "fast", "max", At("padding", 6, lasts=True))
     assert fast.losses[:5] == pytest.approx(plain.losses[:5], rel=1e-6)
     assert fast.losses[5] != pytest.approx(plain.losses[5], rel=1e-6), "nothing can see a global"
-    assert fast.plan.layout == AS_MADE
+    assert fast.plan.layout == COLLATED
     told = [text for text in fast.trainer._loopwright.notices.told if "step 8 since planning differs" in text]
     assert len(told) == 1 and "4 steps earlier" in told[0]
 
@@ -87,5 +87,5 @@ def test_a_loss_that_changes_unseen_is_found_and_the_run_goes_on_right(tmp_path:
 def test_an_update_without_a_finite_loss_is_no_difference(tmp_path: Path) -> None:
     """The fourth update is due to be computed both ways, and cannot be: the fifth is asked instead."""
     fast = run(tmp_path, "max", At("nan", 4, lasts=False), steps=6, on_nonfinite="skip")
-    assert fast.plan.layout != AS_MADE or not any("differs" in text for text in fast.trainer.notices.told)
+    assert fast.plan.layout != COLLATED or not any("differs" in text for text in fast.trainer.notices.told)
     assert fast.trainer.speed_report().checks["computed both ways"] == 2

@@ -201,8 +201,8 @@ def test_labels_with_another_padding_are_left_alone(tmp_path: Any, monkeypatch: 
 
 def test_one_width_needs_no_filling(tmp_path: Any) -> None:
     trainer = train("", tmp_path, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    here = trainer._loopwright.acceleration.situation()
-    chosen = WidthChoice(here)
+    setup = trainer._loopwright.acceleration.training_setup()
+    chosen = WidthChoice(setup)
     batch = collate(samples(2))
     chosen.look([batch])
     assert chosen.choose(trainer._loopwright.run.speed.plan, [batch]) == [batch]

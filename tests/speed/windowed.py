@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loopwright.speed.layouts.candidates import make_layout
 from loopwright.speed.layouts.rows import Limits
 from loopwright.speed.layouts.samples import take_apart
-from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNMASKED
 from tests.speed.architectures import GQA, NO_DROPOUT, SIZES, collate
 
 WINDOW = 5
@@ -85,8 +85,8 @@ FLAT_OF = {
     "gpt_oss": (UNMASKED, GROUPED),  # has sinks
     "gemma3, seen from both sides": (FLAT, GROUPED),
     "modernbert by class": (GROUPED,),
-    "LongRoPE": (AS_MADE,),
-    "dynamic NTK": (AS_MADE,),
+    "LongRoPE": (COLLATED,),
+    "dynamic NTK": (COLLATED,),
 }
 
 AS_THEY_ARE: dict[str, Callable[[], nn.Module]] = {

@@ -29,7 +29,7 @@ class Changes(Part):
             "steps are already compiled with the previous ones; assign them before train()"
         )
 
-    def tell_unfollowed(self) -> None:
+    def warn_about_ignored_changes(self) -> None:
         """Warn about changes made during training that no longer have an effect."""
 
     def follow_accumulation(self) -> None:

@@ -203,7 +203,7 @@ class Updating(LoopActions):
             self.run.progress.close_epoch()
         else:
             self.run.progress.has_ended = True
-        self.changes.tell_unfollowed()
+        self.changes.warn_about_ignored_changes()
 
     def _wants_norm(self) -> bool:
         """Whether this update's gradient norm is needed when it is not clipped."""

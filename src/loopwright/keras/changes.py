@@ -15,7 +15,7 @@ class KerasChanges(KerasPart, Changes):
         if rules != self.strategy.rules:
             self.strategy.prepare(self.internals.loss.micro_gradients, rules)
 
-    def tell_unfollowed(self) -> None:
+    def warn_about_ignored_changes(self) -> None:
         if list(map(id, self.strategy.trained)) != list(map(id, self.model.trainable_variables)):
             self.notices.warn_once(
                 "layers were frozen, unfrozen or added during training, but steps are compiled for the original "

@@ -1,4 +1,4 @@
-"""Base of the strategies for Keras: an update is one compiled call; its other methods return what that call computed."""
+"""Base of the strategies for Keras: an update is one compiled call; the other methods return its results."""
 
 from __future__ import annotations
 

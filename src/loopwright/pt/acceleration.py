@@ -25,12 +25,12 @@ from ..speed.compile.region import Region
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
 from ..speed.engine import SpeedEngine
-from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
 from ..speed.model_stamp import fingerprint, hooks_of, is_foreign
 from ..speed.planner.decision import SpeedPlan
 from ..speed.planner.planner import VARYING_DEVICES
+from ..speed.training_setup import TrainingSetup
 from .arguments import TrainingArguments
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
@@ -87,7 +87,7 @@ class Acceleration(TorchPart):
                 )
             if self.device.type not in VARYING_DEVICES or self.strategy.world_size > 1:
                 return None
-        return SpeedEngine(lambda: self.situation(reason), announce=self.announce, tell=self.notices.warn_once)
+        return SpeedEngine(lambda: self.training_setup(reason), announce=self.announce, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in KEEP_BATCHES.items():
@@ -118,17 +118,17 @@ class Acceleration(TorchPart):
             return "use_liger_kernel replaces the layers that layouts are made for"
         return None
 
-    def situation(self, keeps: str | None = None) -> PlannerInputs:
-        """The inputs of the planner and of proofs; `keeps` is why batches and model must not change."""
+    def training_setup(self, keeps: str | None = None) -> TrainingSetup:
+        """What the planner and the proofs need; `keeps` is why batches and model must not change."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
-        return PlannerInputs(
+        return TrainingSetup(
             model=without_wrappers(self.model),
             device=self.device,
             level=self.args.speed,
             loss_of=self._loss_of_update,
-            put=self.strategy.put,
+            to_device=self.strategy.put,
             sandbox=self._sandbox,
             as_trained=self.strategy.forward_context,
             computes_half=isinstance(self.strategy.precision, Autocast)
@@ -161,7 +161,7 @@ class Acceleration(TorchPart):
             is_warm=lambda: not self.args.full_determinism and is_cached(compile_key(self.model, self.args)),
             free_memory=self.strategy.free_memory,
             identity=self._identity,
-            wants_look=lambda batches: self.run.accounting.wants_look(batches),
+            wants_test=lambda batches: self.run.accounting.wants_test(batches),
             why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
             recount=lambda update: self.internals.loss.count_update(update),
             user_hook=lambda: hooked_module(self.model) or hooked_parameter(self.model),

@@ -45,7 +45,7 @@ class Kernels(TorchPart):
             )
             self._apply()
             return
-        proof = prove_liger(self._found, self.internals.acceleration.situation(), batches)
+        proof = prove_liger(self._found, self.internals.acceleration.training_setup(), batches)
         if self.strategy.any_rank(not proof.accepted):
             self._leave_out(proof.reason or "another rank found a difference")
             if self.is_alone:

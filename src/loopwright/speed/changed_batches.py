@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from .inputs import PlannerInputs
 from .proof.audit import is_turn
 from .proof.distance import HALF
 from .proof.prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_of
+from .training_setup import TrainingSetup
 
 
 class CannotChange(Exception):
@@ -22,8 +22,8 @@ class ChangedBatches:
     why_off: str
     """The beginning of the message when a comparison fails in training."""
 
-    def __init__(self, situation: PlannerInputs, *, is_proved: bool = True) -> None:
-        self._here = situation
+    def __init__(self, setup: TrainingSetup, *, is_proved: bool = True) -> None:
+        self._setup = setup
         self.must_prove = not is_proved
         self.too_often: str | None = None
         """Which change of the model was too frequent to compare an update after each."""
@@ -51,15 +51,15 @@ class ChangedBatches:
 
     def prove(self, batches: list[Any]) -> Proof:
         """Compare an update changed and as collated: loss, gradients, state."""
-        here = self._here
-        prober = Prober(here.model, here.loss_of, sandbox=here.sandbox)
-        in_half = here.on_gpu and here.computes_half
-        setting = Setting(HALF if in_half else tolerance_of(here.model), train=True, whole=not in_half)
+        setup = self._setup
+        prober = Prober(setup.model, setup.loss_of, sandbox=setup.sandbox)
+        in_half = setup.on_gpu and setup.computes_half
+        setting = Setting(HALF if in_half else tolerance_of(setup.model), train=True, whole=not in_half)
         if in_half:
-            setting = setting._replace(around=here.as_trained)
+            setting = setting._replace(around=setup.as_trained)
         try:
-            changed = [here.put(batch) for batch in self.change(batches)]
-            reference = prober.reference(None, [here.put(batch) for batch in batches], setting)
+            changed = [setup.to_device(batch) for batch in self.change(batches)]
+            reference = prober.reference(None, [setup.to_device(batch) for batch in batches], setting)
         except (CannotChange, ProofRefused) as reason:
             return Proof(self.name, has_no_reference=True).refuse(str(reason))
         reference.batches = changed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .inputs import PlannerInputs
+from .training_setup import TrainingSetup
 
 CHANNELS_LAST = "channels-last images"
 LEAST_CONVOLUTIONS = 4
@@ -33,8 +33,8 @@ def is_image(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point() and value.shape[1] > 1
 
 
-def may_help(here: PlannerInputs, batch: Any) -> bool:
+def may_help(setup: TrainingSetup, batch: Any) -> bool:
     """Whether a model of convolutions computes in half precision, and its batches have images."""
     images = isinstance(batch, Mapping) and any(is_image(value) for value in batch.values())
-    convolutions = sum(isinstance(module, nn.Conv2d) for module in here.model.modules())
-    return images and here.computes_half and here.may_measure and convolutions >= LEAST_CONVOLUTIONS
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in setup.model.modules())
+    return images and setup.computes_half and setup.may_measure and convolutions >= LEAST_CONVOLUTIONS

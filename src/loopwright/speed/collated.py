@@ -1,4 +1,4 @@
-"""What is done with the collator's batches if no layout is used: joined, padded, code compiled for them."""
+"""Accelerations of the collator's batches, if no layout is used: joining, padding, code compiled for their shapes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .changed_batches import ChangedBatches
 from .channels_last import images_last
 from .compile.region import Region
 from .cuda_graphs.recorder import shape_key
-from .inputs import PlannerInputs
 from .joining import JOINED, JoinedUse
 from .planner.decision import SpeedPlan
 from .planner.regions import MOST_WIDTHS, REGION
 from .proof.audit import is_turn
 from .proof.region import RegionProver, region_inputs
+from .training_setup import TrainingSetup
 from .widening import WIDENED, WidenedUse
 
 MOST_CHANGES = 8
@@ -26,9 +26,9 @@ MOST_RECOMPILATIONS = 4
 class RegionUse:
     """Installs a region in the model until `finish`, and compares some updates."""
 
-    def __init__(self, situation: PlannerInputs, region: Region, plan: SpeedPlan, *, is_proved: bool) -> None:
+    def __init__(self, setup: TrainingSetup, region: Region, plan: SpeedPlan, *, is_proved: bool) -> None:
         prepare = images_last if plan.channels_last else lambda batch: batch
-        self._region, self._prover = region, RegionProver(situation, region, in_graph=plan.graphed, prepare=prepare)
+        self._region, self._prover = region, RegionProver(setup, region, in_graph=plan.graphed, prepare=prepare)
         self.must_prove = not is_proved
         self.too_often: str | None = None
         """Which change of the model was too frequent to compare an update after each."""
@@ -75,27 +75,25 @@ class RegionUse:
 
 
 class CollatedUse:
-    """All of them, as the plan says; what no longer agrees is taken out of the plan."""
+    """Applies the plan to the collator's batches: joins, pads, compiles; switches off what no longer agrees."""
 
-    def __init__(self, situation: PlannerInputs, plan: SpeedPlan, region: Region | None, *, is_proved: bool) -> None:
+    def __init__(self, setup: TrainingSetup, plan: SpeedPlan, region: Region | None, *, is_proved: bool) -> None:
         self._plan, self._changes = plan, 0
         self._made: tuple[list[Any], list[Any]] | None = None
         """The collator's micro-batches of the current update, and the changed ones; None if they are not changed."""
         self._changed: list[ChangedBatches] = []
         if plan.joined > 1:
-            self._changed.append(JoinedUse(situation, plan.joined, is_proved=is_proved))
+            self._changed.append(JoinedUse(setup, plan.joined, is_proved=is_proved))
         if plan.widened:
-            self._changed.append(WidenedUse(situation, is_proved=is_proved))
-        self.region = None if region is None else RegionUse(situation, region, plan, is_proved=is_proved)
+            self._changed.append(WidenedUse(setup, is_proved=is_proved))
+        self.region = None if region is None else RegionUse(setup, region, plan, is_proved=is_proved)
 
     @classmethod
-    def of(
-        cls, situation: PlannerInputs, plan: SpeedPlan, region: Region | None, *, is_proved: bool
-    ) -> CollatedUse | None:
-        """What a plan says, with the region that was proved for it, or a new one; None if it says nothing."""
+    def of(cls, setup: TrainingSetup, plan: SpeedPlan, region: Region | None, *, is_proved: bool) -> CollatedUse | None:
+        """For this plan, with the region that was proved for it or a new one; None if the plan changes nothing here."""
         if plan.region and region is None:
-            region = situation.region()
-        use = cls(situation, plan, region, is_proved=is_proved)
+            region = setup.region()
+        use = cls(setup, plan, region, is_proved=is_proved)
         return use if use.is_used else None
 
     def arrange(self, update: Update) -> str | None:
@@ -142,7 +140,7 @@ class CollatedUse:
     def _uses(self) -> list[ChangedBatches | RegionUse]:
         return [*self._changed, *([] if self.region is None else [self.region])]
 
-    def as_made(self, update: Update) -> list[Any]:
+    def collated_batches(self, update: Update) -> list[Any]:
         """The collator's micro-batches of the current update."""
         is_changed = self._made is not None and self._made[1] is update.batches
         return self._made[0] if self._made is not None and is_changed else update.batches

@@ -15,17 +15,17 @@ from .collated import CollatedUse
 from .compile.region import Region
 from .cuda_graphs.graphed_step import GraphedTraining
 from .fused_loss.lazy_logits import PendingHead
-from .inputs import PlannerInputs
 from .layouts.candidates import Layout, make_layout
 from .layouts.reading import SampleReader
 from .layouts.rows import Laid, Limits
 from .layouts.samples import SOURCE, Samples
 from .memory.token_budget import limits_for
 from .planner.choice import HEAD, output_head
-from .planner.decision import AS_MADE, GRAPHS, IN_ROWS, UNPADDED, SpeedPlan
+from .planner.decision import COLLATED, GRAPHS, IN_ROWS, UNPADDED, SpeedPlan
 from .planner.planner import Planner
 from .proof.audit import Verification
 from .proof.prover import knows_count
+from .training_setup import TrainingSetup
 
 MOST_CHANGES = 8
 """Changes of the model between updates after which accelerations are switched off for good."""
@@ -36,12 +36,12 @@ class SpeedEngine:
 
     def __init__(
         self,
-        situation: Callable[[], PlannerInputs],
+        setup: Callable[[], TrainingSetup],
         *,
         announce: Callable[[SpeedPlan], None],
         tell: Callable[[str], None],
     ) -> None:
-        self._make_situation, self._announce, self._tell = situation, announce, tell
+        self._make_setup, self._announce, self._tell = setup, announce, tell
         self._reset()
         self._changes = 0
         self._whole: set[str] = set()
@@ -49,8 +49,8 @@ class SpeedEngine:
         self._undo: list[Callable[[], None]] = []
 
     def _reset(self) -> None:
-        """Clear all decisions; the planner's inputs are created when they are first needed."""
-        self._situation: PlannerInputs | None = None
+        """Clear all decisions; the training setup is read again when it is next needed."""
+        self._made_setup: TrainingSetup | None = None
         self._knows_loss = False
         self.is_decided = False
         self.is_active = False
@@ -73,17 +73,17 @@ class SpeedEngine:
         """Whether the next update must prove the plan: it comes from a checkpoint, or the model has changed."""
 
     @property
-    def _here(self) -> PlannerInputs:
-        if self._situation is None:
-            self._situation = self._make_situation()
-            self._planner = Planner(self._situation)
-            self._reader = SampleReader(self._situation, self._whole, tell=self._tell)
-        return self._situation
+    def _setup(self) -> TrainingSetup:
+        if self._made_setup is None:
+            self._made_setup = self._make_setup()
+            self._planner = Planner(self._made_setup)
+            self._reader = SampleReader(self._made_setup, self._whole, tell=self._tell)
+        return self._made_setup
 
     def arrange(self, update: Update) -> None:
         """Lay out the update's samples according to the plan; batches that cannot be split into samples are kept."""
-        here = self._here
-        if not self.is_decided and not here.is_shared:
+        setup = self._setup
+        if not self.is_decided and not setup.is_shared:
             self.consider(update.batches)
         self._last = None
         if not self.is_active:
@@ -109,9 +109,9 @@ class SpeedEngine:
 
     def _learn(self, batches: list[Any]) -> None:
         """Determine the form of the loss while it is unknown: a later batch may show more than the first."""
-        here = self._here
-        if not self._knows_loss or (not here.is_shared and here.wants_look(batches)):
-            here.learn(batches)
+        setup = self._setup
+        if not self._knows_loss or (not setup.is_shared and setup.wants_test(batches)):
+            setup.learn(batches)
             if self._knows_loss and self._collated is not None:
                 self._collated.prove_again()  # the model may be given other values, such as the number of items
             self._knows_loss = True  # as far as it can be determined
@@ -121,7 +121,7 @@ class SpeedEngine:
         if self.plan.few_shapes and self.plan.layout in IN_ROWS:
             self._look_at_widths(samples)
         limits = self._limits(batches, samples)
-        return self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill), limits
+        return self._layout.lay(samples, limits, shifts=self._setup.shifts(), fill=self.plan.fill), limits
 
     def _put_into(self, update: Update, samples: Samples, laid: Laid) -> None:
         update.batches, update.computed_tokens = laid.batches, laid.computed_tokens
@@ -136,10 +136,10 @@ class SpeedEngine:
             self._graphed.look_again()
         if self._collated is not None and not self._collated.is_used:
             self._collated = None
-        self._settle_activity()
+        self._update_activity()
         self._announce(self.plan)
 
-    def _settle_activity(self) -> None:
+    def _update_activity(self) -> None:
         self.is_active = any(x is not None for x in (self._layout, self._head, self._graphed, self._collated))
         self.is_idle = not self.is_active
 
@@ -181,7 +181,7 @@ class SpeedEngine:
         """Undo the plan; the next update makes a new one, unless that happened too often or ranks share updates."""
         self._tell(f"speed: accelerations are chosen again: {reason}")
         self._changes += 1
-        if self._changes > MOST_CHANGES or self._here.is_shared:
+        if self._changes > MOST_CHANGES or self._setup.is_shared:
             self._switch_off(reason)
         else:
             self.finish()
@@ -191,7 +191,7 @@ class SpeedEngine:
         """Prove the plan again after the model or the training has changed between updates, e.g. in a callback."""
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
-        if "hooks" in changes and self._here.user_hook() is not None:
+        if "hooks" in changes and self._setup.user_hook() is not None:
             self._put_back(update)
             self._start_again("a hook was registered")
             return
@@ -204,7 +204,7 @@ class SpeedEngine:
         assert self._collated is not None
         self._put_back(update)
         reason = self._collated.arrange_again(update, change)
-        self._here.recount(update)
+        self._setup.recount(update)
         if reason is not None:
             self._take_back(reason)
 
@@ -230,10 +230,10 @@ class SpeedEngine:
             self._graphed.look_again()
 
     def _put_back(self, update: Update) -> None:
-        made = self.as_made(update)
+        made = self.collated_batches(update)
         if made is not update.batches:
             update.batches, self._last = made, None
-            self._here.recount(update)
+            self._setup.recount(update)
 
     def _look_at_widths(self, samples: Samples) -> None:
         longest = int(samples.axes[SOURCE].ends.max())
@@ -247,18 +247,18 @@ class SpeedEngine:
         """Whether the current update is laid out, instead of having the collator's batches."""
         return self._last is not None
 
-    def as_made(self, update: Update) -> list[Any]:
+    def collated_batches(self, update: Update) -> list[Any]:
         """The collator's micro-batches of the current update."""
         if self._last is not None:
             return self._last[0]
-        return update.batches if self._collated is None else self._collated.as_made(update)
+        return update.batches if self._collated is None else self._collated.collated_batches(update)
 
     @property
     def checks(self) -> dict[str, int]:
         """Counts of comparisons since the plan was made, for the report."""
         return {} if self._verification is None or not self.is_active else self._verification.checks
 
-    def leave_as_made(self) -> None:
+    def keep_collated(self) -> None:
         """Treat the current update as not laid out: its micro-batches were replaced by others."""
         self._last = None
 
@@ -298,11 +298,11 @@ class SpeedEngine:
     def inputs_of(self, micro: MicroBatch) -> Any:
         """The inputs of a micro-batch for the model, on the device."""
         if self._head is not None:
-            self._head.count = micro.targets if micro.update.counted and knows_count(self._here) else None
+            self._head.count = micro.targets if micro.update.counted and knows_count(self._setup) else None
         batch = micro.inputs
         if self._layout is None or not self.is_laid:
             return batch if self._collated is None else self._collated.inputs(batch)
-        batch = self._here.put(batch)
+        batch = self._setup.to_device(batch)
         return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph includes that conversion
 
     def rearrange(self, update: Update) -> bool:
@@ -325,7 +325,7 @@ class SpeedEngine:
 
     def consider(self, batches: list[Any]) -> None:
         """Make the plan as soon as an update allows a decision, and apply it."""
-        here = self._here  # also creates the planner
+        setup = self._setup  # also creates the planner
         made = self._planner.consider(batches, self._reader.read)
         if made is None:
             return
@@ -335,9 +335,9 @@ class SpeedEngine:
         if self._verification is not None and made.coverage is not None:
             self._verification.coverage = made.coverage
         self._announce(self.plan)
-        if here.token_budget and self._layout is None and made.padding > 0:
+        if setup.token_budget and self._layout is None and made.padding > 0:
             self._tell(
-                f"per_device_train_batch_tokens={here.token_budget:,}: micro-batches are padded and may have more "
+                f"per_device_train_batch_tokens={setup.token_budget:,}: micro-batches are padded and may have more "
                 "tokens, since no padding-free layout is verified here; see speed_report()"
             )
 
@@ -346,22 +346,22 @@ class SpeedEngine:
     ) -> None:
         self._layout, self._head = layout, head
         if self.plan.activations != "none":
-            self._undo.append(self._here.recompute(self.plan.activations))
+            self._undo.append(self._setup.recompute(self.plan.activations))
         if self.plan.compiled:
-            self._here.compile(self.plan.short_rows)
-        if self.plan.graphed and self._here.graph is not None:
-            self._graphed = self._here.graph()
+            self._setup.compile(self.plan.short_rows)
+        if self.plan.graphed and self._setup.graph is not None:
+            self._graphed = self._setup.graph()
             self._undo.append(self._graphed.close)
             if layout is not None:
                 self._graphed.take_rows(layout.for_model)
             elif self.plan.channels_last:
                 self._graphed.take_images(images_last)
-        self._collated = CollatedUse.of(self._here, self.plan, proved, is_proved=not is_saved)
+        self._collated = CollatedUse.of(self._setup, self.plan, proved, is_proved=not is_saved)
         if self._collated is not None:
             self._undo.append(self._collated.finish)
-        self._settle_activity()
+        self._update_activity()
         self.is_decided = True
-        self._verification = Verification(self._here, self.plan, layout, head, tell=self._tell)
+        self._verification = Verification(self._setup, self.plan, layout, head, tell=self._tell)
 
     def give_up_graphs(self, reason: str) -> None:
         """Disable CUDA graphs for this run and any run resumed from it."""
@@ -369,11 +369,11 @@ class SpeedEngine:
         self.plan.take_back(GRAPHS, reason)
         self._planner.choose_compiling(self.plan)
         if self.plan.compiled:
-            self._here.compile(self.plan.short_rows)
+            self._setup.compile(self.plan.short_rows)
         self._announce(self.plan)
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
-        return limits_for(self.plan, self._here, batches, samples, widest=self._widest)
+        return limits_for(self.plan, self._setup, batches, samples, widest=self._widest)
 
     def finish(self) -> None:
         """Undo all changes to the model."""
@@ -383,7 +383,7 @@ class SpeedEngine:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._here is not None  # creates the planner if necessary
+        assert self._setup is not None  # creates the planner if necessary
         plan = self.plan.as_dict() if self.is_decided else None
         seen = {**self._planner.state_dict(), "whole": sorted(self._whole), "widest": self._widest}
         if self._verification is not None:
@@ -403,19 +403,19 @@ class SpeedEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Apply the plan of a checkpoint if it was made for the same device, versions and code; else plan again."""
-        here = self._here
+        setup = self._setup
         self._planner.load_state_dict(state)
         self._whole.update(state.get("whole", ()))
         self._widest = state.get("widest", 0)
         plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
-        if plan is None or (plan.changes_anything and plan.made_for != here.described()):
+        if plan is None or (plan.changes_anything and plan.made_for != setup.described()):
             return
-        model = self._here.model
-        layout = None if plan.layout == AS_MADE else make_layout(plan.layout, model)
+        model = self._setup.model
+        layout = None if plan.layout == COLLATED else make_layout(plan.layout, model)
         head = output_head(model) if plan.linear_loss else None
-        missing = (plan.linear_loss and head is None) or plan.activations not in self._here.policies
-        missing |= plan.graphed and self._here.why_not_graph is not None
-        missing |= bool(plan.region) and self._here.why_not_region is not None
+        missing = (plan.linear_loss and head is None) or plan.activations not in self._setup.policies
+        missing |= plan.graphed and self._setup.why_not_graph is not None
+        missing |= bool(plan.region) and self._setup.why_not_region is not None
         if isinstance(layout, str) or missing:
             return
         self.plan = plan

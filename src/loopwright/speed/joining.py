@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .changed_batches import CannotChange, ChangedBatches, same
-from .inputs import PlannerInputs
 from .planner.cost import LAUNCH_SHARE, Work
 from .planner.decision import SpeedPlan
 from .proof.region import trial
+from .training_setup import TrainingSetup
 
 JOINED = "joined micro-batches"
 JOINING_DEVICES = ("cuda",)
@@ -62,54 +62,54 @@ def _samples(batch: Mapping[str, Any]) -> int:
 # ---- choosing -------------------------------------------------------------------------------------------------------
 
 
-def choose_joining(plan: SpeedPlan, here: PlannerInputs, batches: list[Any], work: Work | None) -> list[Any]:
+def choose_joining(plan: SpeedPlan, setup: TrainingSetup, batches: list[Any], work: Work | None) -> list[Any]:
     """Decide how many micro-batches are joined; returns those of the update, joined if that is proved."""
     is_text = any(isinstance(each, Mapping) and "input_ids" in each for each in batches)
-    if len(batches) < 2 or is_text or here.device.type not in JOINING_DEVICES:
+    if len(batches) < 2 or is_text or setup.device.type not in JOINING_DEVICES:
         return batches
-    reason = _why_not(here, work, batches)
-    count = 1 if reason is not None else _most(here, batches)
+    reason = _why_not(setup, work, batches)
+    count = 1 if reason is not None else _most(setup, batches)
     if reason is None and count < 2:
         reason = "activations of two micro-batches would not fit"
     if reason is None:
-        proof = JoinedUse(here, count).prove(batches)
+        proof = JoinedUse(setup, count).prove(batches)
         reason = None if proof.accepted else proof.reason
     if reason is not None:
         plan.note(JOINED, False, reason)
         return batches
-    plan.joined, plan.made_for = count, here.described()
+    plan.joined, plan.made_for = count, setup.described()
     plan.note(JOINED, True, f"{count} micro-batches are computed together; {same(proof)}", proof.numbers)
     return joined(batches, count)
 
 
-def _why_not(here: PlannerInputs, work: Work | None, batches: list[Any]) -> str | None:
-    if here.is_shared:
+def _why_not(setup: TrainingSetup, work: Work | None, batches: list[Any]) -> str | None:
+    if setup.is_shared:
         return "there is more than one rank"
-    if here.only_grouped is not None:
-        return here.only_grouped
-    if any(isinstance(module, _BatchNorm) for module in here.model.modules()):
+    if setup.only_grouped is not None:
+        return setup.only_grouped
+    if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
         return "the model has batch statistics"
-    if here.level == "max":
-        return None if here.learn(batches) else here.why_not_additive() or "the denominator of the loss is unknown"
-    kind = here.device.type
+    if setup.level == "max":
+        return None if setup.learn(batches) else setup.why_not_additive() or "the denominator of the loss is unknown"
+    kind = setup.device.type
     if work is None or work.launching(kind, compiled=True) < LAUNCH_SHARE * work.computing(kind, compiled=True):
         return "micro-batches are large enough"
-    return None if here.learn(batches) else here.why_not_additive() or "the denominator of the loss is unknown"
+    return None if setup.learn(batches) else setup.why_not_additive() or "the denominator of the loss is unknown"
 
 
-def _most(here: PlannerInputs, batches: list[Any]) -> int:
+def _most(setup: TrainingSetup, batches: list[Any]) -> int:
     """The largest number that divides the update's micro-batches and fits into memory."""
-    total, most = here.device_memory(), len(batches)
+    total, most = setup.device_memory(), len(batches)
     if total is None:
-        return most if here.level == "max" else 1
-    room = FILLED * (0.92 * total - here.model_bytes())
-    fits = int(room // max(_activation_bytes(here, batches[0]), 1))
+        return most if setup.level == "max" else 1
+    room = FILLED * (0.92 * total - setup.model_bytes())
+    fits = int(room // max(_activation_bytes(setup, batches[0]), 1))
     return max((count for count in range(1, most + 1) if most % count == 0 and count <= fits), default=1)
 
 
-def _activation_bytes(here: PlannerInputs, batch: Any) -> int:
+def _activation_bytes(setup: TrainingSetup, batch: Any) -> int:
     """Bytes that autograd keeps for the backward pass of a micro-batch, without the weights."""
-    own = {each.untyped_storage().data_ptr() for each in here.model.parameters()}
+    own = {each.untyped_storage().data_ptr() for each in setup.model.parameters()}
     sizes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -118,9 +118,9 @@ def _activation_bytes(here: PlannerInputs, batch: Any) -> int:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with here.sandbox(), here.as_trained(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        here.model.train()
-        trial(here, batch)()
+    with setup.sandbox(), setup.as_trained(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        setup.model.train()
+        trial(setup, batch)()
     return sum(sizes.values())
 
 
@@ -133,8 +133,8 @@ class JoinedUse(ChangedBatches):
     name = JOINED
     why_off = "micro-batches are no longer joined"
 
-    def __init__(self, situation: PlannerInputs, count: int, *, is_proved: bool = True) -> None:
-        super().__init__(situation, is_proved=is_proved)
+    def __init__(self, setup: TrainingSetup, count: int, *, is_proved: bool = True) -> None:
+        super().__init__(setup, is_proved=is_proved)
         self.count = count
 
     def change(self, batches: list[Any]) -> list[Any]:

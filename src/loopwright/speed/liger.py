@@ -14,9 +14,9 @@ from torch import nn
 
 from ..args.field import nearest
 from ..errors import ArgumentsError, MissingPackage
-from .inputs import PlannerInputs
 from .proof.prober import Candidate, Proof, ProofRefused
 from .proof.prover import Prover
+from .training_setup import TrainingSetup
 
 LIBRARIES = ("torch", "builtins", "typing", "abc", "collections", "enum", "functools", "loopwright")
 """Packages whose classes Liger does not change."""
@@ -94,9 +94,9 @@ class LigerKernels:
         return {f"{paths[id(holder)]}.{name}" for holder, name, _, _ in self._changes if id(holder) in paths}
 
 
-def prove_liger(kernels: LigerKernels, situation: PlannerInputs, batches: list[Any]) -> Proof:
+def prove_liger(kernels: LigerKernels, setup: TrainingSetup, batches: list[Any]) -> Proof:
     """Compare loss and gradients of a micro-batch with and without the kernels, in train mode without dropout."""
-    prover = Prover(situation)
+    prover = Prover(setup)
     candidate = Candidate("Liger's kernels", lambda _: [], None, None, lambda batch: batch, kernels.installed)
     try:
         reference = prover.update(None, batches[:1])

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .changed_batches import CannotChange, ChangedBatches, same
-from .inputs import PlannerInputs
 from .layouts.positions import most_positions
 from .layouts.samples import IGNORED
 from .planner.decision import SpeedPlan
+from .training_setup import TrainingSetup
 
 WIDENED = "targets of a few widths"
 WIDENING_DEVICES = ("cuda",)
@@ -51,8 +51,8 @@ def _wide(batch: Any, most: int) -> dict[str, Any]:
 class WidthChoice:
     """Decides whether targets are padded, before graphs and compiled code are chosen by the shapes of batches."""
 
-    def __init__(self, situation: PlannerInputs) -> None:
-        self._here = situation
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
         self._widths: set[int] = set()
         self._ignores = False
         """Whether labels had ignored places: elsewhere such a label may abort the process on a GPU."""
@@ -67,27 +67,27 @@ class WidthChoice:
         return found if self._ignores else batches
 
     def _changed(self, batches: list[Any]) -> list[Any] | None:
-        here = self._here
+        setup = self._setup
         is_text = any(isinstance(each, Mapping) and "input_ids" in each for each in batches)
-        if here.device.type not in WIDENING_DEVICES or not here.is_pair or is_text or here.is_shared:
+        if setup.device.type not in WIDENING_DEVICES or not setup.is_pair or is_text or setup.is_shared:
             return None
-        if here.only_grouped is not None or here.user_hook() is not None:
+        if setup.only_grouped is not None or setup.user_hook() is not None:
             return None
         try:
-            return widened(batches, most_positions(here.model))
+            return widened(batches, most_positions(setup.model))
         except CannotChange:
             return None
 
     def choose(self, plan: SpeedPlan, batches: list[Any]) -> list[Any] | None:
         """The update's micro-batches, padded if that is needed and proved; None if it is refused."""
-        here, changed = self._here, self._changed(batches)
+        setup, changed = self._setup, self._changed(batches)
         if changed is None or len(self._widths) < 2 or not self._ignores:
             return batches
-        proof = WidenedUse(here).prove(batches)
+        proof = WidenedUse(setup).prove(batches)
         if not proof.accepted:
             plan.note(WIDENED, False, proof.reason)
             return None
-        plan.widened, plan.made_for = True, here.described()
+        plan.widened, plan.made_for = True, setup.described()
         plan.note(WIDENED, True, f"widths are powers of two; {same(proof)}", proof.numbers)
         return changed
 
@@ -101,9 +101,9 @@ class WidenedUse(ChangedBatches):
     name = WIDENED
     why_off = "targets are no longer padded to a few widths"
 
-    def __init__(self, situation: PlannerInputs, *, is_proved: bool = True) -> None:
-        super().__init__(situation, is_proved=is_proved)
-        self._most = most_positions(situation.model)
+    def __init__(self, setup: TrainingSetup, *, is_proved: bool = True) -> None:
+        super().__init__(setup, is_proved=is_proved)
+        self._most = most_positions(setup.model)
 
     def change(self, batches: list[Any]) -> list[Any]:
         return widened(batches, self._most)

@@ -130,7 +130,7 @@ class SharedLoss(TorchLoss):
             update.batches, update.items = [], []
             update.weights = None if update.weights is None else []
             if self.run.speed is not None:
-                self.run.speed.leave_as_made()
+                self.run.speed.keep_collated()
             needed[rank] = max(most, 1)
         update.real = len(update.batches)
         update.batches = [*update.batches, *[stand_in] * needed[rank]]
@@ -160,7 +160,7 @@ class SharedLoss(TorchLoss):
             self._check_loss_again(found, after_change=False)
 
     def _first_as_made(self, update: Update) -> Any:
-        return update.batches[0] if self.run.speed is None else self.run.speed.as_made(update)[0]
+        return update.batches[0] if self.run.speed is None else self.run.speed.collated_batches(update)[0]
 
     def _plan_together(self, batches: list[Any]) -> None:
         """Make the speed plan on one rank, from its batches; the others adopt it."""

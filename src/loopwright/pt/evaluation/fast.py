@@ -19,7 +19,7 @@ from ...core.update import MicroBatch, Update
 from ...core.user_code.overrides import is_overridden
 from ...notices import logger
 from ...speed.evaluation.engine import WINDOW_BATCHES, EvaluationEngine
-from ...speed.evaluation.inputs import EvaluationInputs, Forward
+from ...speed.evaluation.evaluation_setup import EvaluationSetup, Forward
 from ...speed.evaluation.pieces import Piece
 from ...speed.planner.decision import SpeedPlan
 from ..acceleration import KEEP_INPUTS, hooked_module
@@ -143,14 +143,14 @@ class FastEvaluation(TorchPart):
 
     # ---- inputs of the plan -----------------------------------------------------------------------------------------
 
-    def _inputs(self, keeps: bool, ignore_keys: list[str] | None) -> EvaluationInputs:
-        training = self.internals.acceleration.situation()
-        return EvaluationInputs.of(
+    def _inputs(self, keeps: bool, ignore_keys: list[str] | None) -> EvaluationSetup:
+        training = self.internals.acceleration.training_setup()
+        return EvaluationSetup.of(
             training,
             forward_of=lambda inputs, samples: self.forward(inputs, samples, ignore_keys),
             keeps_outputs=keeps,
             learn=self._learn,
-            wants_look=lambda batches: self._accounting.disagrees(batches),
+            wants_test=lambda batches: self._accounting.disagrees(batches),
             why_not_additive=lambda: self._accounting.reason if self._accounting.is_additive is False else None,
             operations_per_token=training.operations_per_token / 3,
             updates_left=lambda: 1,

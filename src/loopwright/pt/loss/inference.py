@@ -101,7 +101,7 @@ class LossFindings:
         """The assumed denominator of the loss."""
         return self.rivals[0] if self.rivals else Denominator(shifted=self.shifts)
 
-    def wants_look(self, batches: list[Any]) -> bool:
+    def wants_test(self, batches: list[Any]) -> bool:
         """Whether to test these micro-batches: a property is unknown, or possible denominators disagree on them."""
         return self.is_open or self.disagrees(batches)
 

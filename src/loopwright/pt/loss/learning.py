@@ -236,7 +236,7 @@ class LossLearning(TorchPart, LossPart):
     def learn_eval_loss(self, batches: list[Any]) -> None:
         """Infer the properties of the evaluation loss, if its batches have to be weighted."""
         accounting = self.accounting_of_evaluation()
-        if not accounting.may_compare or not accounting.wants_look(batches):
+        if not accounting.may_compare or not accounting.wants_test(batches):
             return
         if self._why_not_tried() is not None or self._inputs_are_made_from(batches):
             return

@@ -15,7 +15,7 @@ from ...core.logs.incident import write_incident
 from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp
-from ...speed.planner.decision import AS_MADE
+from ...speed.planner.decision import COLLATED
 from ..data.columns import innermost
 from .accounting import settle
 from .calling import LossCalls
@@ -74,7 +74,7 @@ class TorchLoss(LossCalls):
         if self.is_alone and len(batches) > 1 and self._is_recheck_due():
             self._check_loss_again(batches, after_change=False)
         speed = None if self.run.speed is None or self.run.speed.is_idle else self.run.speed
-        if speed is not None and speed.plan.layout != AS_MADE and self.run.accounting.is_additive is False:
+        if speed is not None and speed.plan.layout != COLLATED and self.run.accounting.is_additive is False:
             self._leave_layouts()
             speed = None
         if speed is not None:
@@ -148,12 +148,12 @@ class TorchLoss(LossCalls):
 
     def count_update(self, update: Update) -> None:
         # Rearranged batches are less informative; the speed engine tests the loss on the original ones.
-        as_made = self.run.speed is None or not self.run.speed.is_active
+        is_collated = self.run.speed is None or not self.run.speed.is_active
         has_parts = len(update.batches) > 1
         has_parts_or_items = has_parts or self._items_overridden  # only a loss that divides by items needs them
-        if self.is_alone and as_made and has_parts_or_items and self.run.accounting.is_open:
+        if self.is_alone and is_collated and has_parts_or_items and self.run.accounting.is_open:
             self.learn_loss(update.batches)
-        elif self.is_alone and as_made and self._must_know_shift():
+        elif self.is_alone and is_collated and self._must_know_shift():
             self.run.accounting.learn_shift(update.batches[0], self.probe())  # num_items_in_batch depends on it
         batches = update.batches
         self.count_items(update)
@@ -199,7 +199,7 @@ class TorchLoss(LossCalls):
     def _follow_model(self, update: Update) -> None:
         """Check the loss and the speed plan again if the model was changed since the last update."""
         speed = self.run.speed if self.run.speed is not None and self.run.speed.is_active else None
-        made = update.batches if speed is None else speed.as_made(update)
+        made = update.batches if speed is None else speed.collated_batches(update)
         changes = self.run.stamp.changes() if self.run.stamp is not None else []
         if not changes:
             return
@@ -256,7 +256,7 @@ class TorchLoss(LossCalls):
 
     def _make_again(self, update: Update) -> None:
         """Count and rearrange an update again, because methods or losses were assigned after it was made."""
-        made = self.run.speed.as_made(update) if self.run.speed is not None else update.batches
+        made = self.run.speed.collated_batches(update) if self.run.speed is not None else update.batches
         self.internals.changes.follow_overrides()
         vars(update).update(vars(self.make_update(made)))
 

@@ -106,7 +106,7 @@ class TorchChanges(TorchPart, Changes):
 
     # ---- changes without effect --------------------------------------------------------------------------------------
 
-    def tell_unfollowed(self) -> None:
+    def warn_about_ignored_changes(self) -> None:
         """Warn once about assignments during training that have no effect."""
         known, args = self.run.known, self.args
         if known is None:

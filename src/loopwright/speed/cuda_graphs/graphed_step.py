@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from ...core.update import MicroBatch
 from ...snapshot import restored
-from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
 from ..planner.cost import Work
 from ..planner.decision import (
-    AS_MADE,
+    COLLATED,
     SpeedPlan,
     pays_to_record,
     pays_to_record_rows,
     seconds,
     seconds_launching,
 )
+from ..training_setup import TrainingSetup
 from .contexts import any_wait_is_fine, autocast_without_cache
 from .recorder import MOST_SHAPES, GraphedStep, Recorder, shape_key
 
@@ -39,13 +39,13 @@ LossOf = Callable[[dict[str, Any], Any], Tensor]
 class GraphChoice:
     """Collects the shapes of micro-batches and decides whether they become graphs."""
 
-    def __init__(self, situation: PlannerInputs) -> None:
-        self._here = situation
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
         self.shapes: set[str] = set()
         """The shapes seen so far, as text, because they are saved with the run."""
 
     def look(self, batches: Sequence[Any]) -> None:
-        if self._here.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
+        if self._setup.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
             self.shapes |= {repr(_key(batch)) for batch in batches}
 
     def why_not(
@@ -56,9 +56,9 @@ class GraphChoice:
         `row` is the number of tokens in a row or group of the layout, `work` the counted operators of a micro-batch as
         collated.
         """
-        here, in_rows = self._here, plan.layout != AS_MADE
-        if here.why_not_graph is not None:
-            return here.why_not_graph
+        setup, in_rows = self._setup, plan.layout != COLLATED
+        if setup.why_not_graph is not None:
+            return setup.why_not_graph
         for reason, is_so in (
             ("the fused loss has a different number of targets each time", plan.linear_loss),
             ("activations are recomputed", plan.activations != "none"),
@@ -67,35 +67,35 @@ class GraphChoice:
         ):
             if is_so:
                 return reason
-        here = self._here
+        setup = self._setup
         if work is not None and not in_rows:
             return self._why_not_worth_counted(work, len(batches))
         if in_rows:
-            return self._why_not_worth_it(row * here.operations_per_token, 1, pays_to_record_rows)
-        return self._why_not_worth_it(operations_of(batches, here.operations_per_token), len(batches), pays_to_record)
+            return self._why_not_worth_it(row * setup.operations_per_token, 1, pays_to_record_rows)
+        return self._why_not_worth_it(operations_of(batches, setup.operations_per_token), len(batches), pays_to_record)
 
     def _why_not_worth_counted(self, work: Work, micro_batches: int) -> str | None:
-        here, kind = self._here, self._here.device.type
-        saved = work.saved_by_graph(kind, compiled=here.why_not_region is None)
-        if saved <= 0 and here.level != "max":
+        setup, kind = self._setup, self._setup.device.type
+        saved = work.saved_by_graph(kind, compiled=setup.why_not_region is None)
+        if saved <= 0 and setup.level != "max":
             return "compute takes longer than kernel launches"
-        if here.level != "max" and not pays_to_record(saved * micro_batches * here.updates_left(), kind):
+        if setup.level != "max" and not pays_to_record(saved * micro_batches * setup.updates_left(), kind):
             return "the run is too short to recover the cost of capturing"
         return None
 
     def _why_not_worth_it(
         self, operations: float | None, micro_batches: int, pays: Callable[[float, str], bool]
     ) -> str | None:
-        here, kind = self._here, self._here.device.type
+        setup, kind = self._setup, self._setup.device.type
         # With level "max", blocks that can be compiled gain more from that, once they compute enough.
-        wants_all = here.level == "max"
+        wants_all = setup.level == "max"
         if operations is None:
             return None if wants_all else "what a micro-batch computes does not depend on its shapes alone"
-        launching = seconds_launching(here.modules, kind)
+        launching = seconds_launching(setup.modules, kind)
         saved = launching - seconds(operations, kind)
-        if saved <= 0 and not (wants_all and here.why_not_compile is not None):
+        if saved <= 0 and not (wants_all and setup.why_not_compile is not None):
             return "compute takes longer than kernel launches"
-        if not wants_all and not pays(saved * micro_batches * here.updates_left(), kind):
+        if not wants_all and not pays(saved * micro_batches * setup.updates_left(), kind):
             return "the run is too short to recover the cost of capturing"
         return None
 

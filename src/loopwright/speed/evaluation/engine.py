@@ -18,7 +18,7 @@ from ..memory.token_budget import limits_for
 from ..model_stamp import ModelStamp
 from ..planner.choice import HEAD
 from ..planner.decision import (
-    AS_MADE,
+    COLLATED,
     FLAT,
     GROUP_TOKENS,
     IN_ROWS,
@@ -30,7 +30,7 @@ from ..planner.decision import (
 from ..proof.guard import Coverage, Seen, image_tokens_of, samples_of
 from ..proof.prober import Proof, ProofRefused
 from ..proof.prover import knows_count
-from .inputs import EvaluationInputs
+from .evaluation_setup import EvaluationSetup
 from .pieces import Piece, collated, pieces_of
 from .proof import EvaluationDecision, EvaluationProver
 
@@ -53,24 +53,24 @@ class EvaluationEngine:
 
     def __init__(
         self,
-        situation: EvaluationInputs,
+        setup: EvaluationSetup,
         *,
         announce: Callable[[SpeedPlan], None],
         warn: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
-        self._here, self._announce, self._warn, self._log = situation, announce, warn, log
+        self._setup, self._announce, self._warn, self._log = setup, announce, warn, log
         self.plan = SpeedPlan()
         self.is_decided = False
         self._layout: Layout | None = None
         self._head: PendingHead | None = None
         self._coverage = Coverage()
         self._whole: set[str] = set()
-        self._image_tokens = image_tokens_of(getattr(situation.model, "config", None))
-        self._longest_alike = longest_alike(situation.model)
+        self._image_tokens = image_tokens_of(getattr(setup.model, "config", None))
+        self._longest_alike = longest_alike(setup.model)
         self._looks = self._windows = self._proofs = 0
         self._must_compare = False
-        self._stamp = ModelStamp(situation.model)
+        self._stamp = ModelStamp(setup.model)
 
     @property
     def is_off(self) -> bool:
@@ -79,12 +79,12 @@ class EvaluationEngine:
 
     @property
     def keeps_outputs(self) -> bool:
-        return self._here.keeps_outputs
+        return self._setup.keeps_outputs
 
     @property
     def window_tokens(self) -> int:
         """Padded tokens after which a window is complete."""
-        return WINDOW_TOKENS.get(self._here.device.type, WINDOW_TOKENS["cuda"])
+        return WINDOW_TOKENS.get(self._setup.device.type, WINDOW_TOKENS["cuda"])
 
     def begin(self) -> None:
         """Start an evaluation: its first window is compared both ways, since the model may have changed."""
@@ -105,8 +105,8 @@ class EvaluationEngine:
             return not self.is_off
         if self._looks >= LOOKS or not tokens:
             return False
-        here = self._here
-        return here.insists or seconds(tokens * here.operations_per_token, here.device.type) >= WORTH_SECONDS
+        setup = self._setup
+        return setup.insists or seconds(tokens * setup.operations_per_token, setup.device.type) >= WORTH_SECONDS
 
     # ---- windows ----------------------------------------------------------------------------------------------------
 
@@ -117,14 +117,14 @@ class EvaluationEngine:
         """
         if not self.is_decided and self._looks < LOOKS:
             self._consider(batches, times)
-        if not self.is_decided or self.is_off or self._here.wants_look(list(batches)):
+        if not self.is_decided or self.is_off or self._setup.wants_test(list(batches)):
             return None
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
             self._log(f"speed: evaluation batches like these are computed as collated: {reason}")
             return None
-        limits = limits_for(self.plan, self._here, batches, samples)
+        limits = limits_for(self.plan, self._setup, batches, samples)
         made = self._made(batches, samples, limits)
         if not self._is_covered(batches, samples, made) or not self._agrees_again(samples):
             return None
@@ -133,14 +133,14 @@ class EvaluationEngine:
     def _made(self, batches: Sequence[Any], samples: Samples, limits: Limits) -> list[Piece]:
         if self._layout is None:
             return collated(batches)
-        return pieces_of(self._layout, self.plan, samples, limits, shifts=self._here.shifts())
+        return pieces_of(self._layout, self.plan, samples, limits, shifts=self._setup.shifts())
 
     def inputs_of(self, piece: Piece, batch: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a micro-batch for the model, on the device; `batch` holds the tensors of the piece."""
         if self._head is not None:
-            targets = self._here.targets_in(piece)
-            self._head.count = int(targets) if targets is not None and knows_count(self._here) else None
-        batch = self._here.put(batch)
+            targets = self._setup.targets_in(piece)
+            self._head.count = int(targets) if targets is not None and knows_count(self._setup) else None
+        batch = self._setup.to_device(batch)
         return batch if self._layout is None else self._layout.for_model(batch)
 
     @contextmanager
@@ -164,7 +164,7 @@ class EvaluationEngine:
         if self._layout is None:
             return False
         samples = self._taken_apart(batches)
-        budget = limits_for(self.plan, self._here, batches, samples).budget
+        budget = limits_for(self.plan, self._setup, batches, samples).budget
         longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
         if budget <= longest:
             return False
@@ -205,10 +205,10 @@ class EvaluationEngine:
 
     def _proved(self, batches: Sequence[Any]) -> Proof:
         """Compare some batches of a window both ways; what agrees is covered from now on."""
-        prover, plan = EvaluationProver(self._here), self.plan
+        prover, plan = EvaluationProver(self._setup), self.plan
         try:
             samples = self._taken_apart(batches)
-            limits = limits_for(plan, self._here, batches, samples)
+            limits = limits_for(plan, self._setup, batches, samples)
             reference = prover.update(samples, batches, repeats=False)
         except (ProofRefused, NoSamples) as reason:
             return Proof(plan.layout).refuse(str(reason))
@@ -224,7 +224,7 @@ class EvaluationEngine:
         is_turn = self._windows >= 8 and self._windows & (self._windows - 1) == 0
         if not is_turn and not (self._windows == 1 and self._must_compare):
             return True
-        prover = EvaluationProver(self._here)
+        prover = EvaluationProver(self._setup)
         try:
             reference = prover.part(samples, self._windows)
         except ProofRefused:
@@ -243,13 +243,13 @@ class EvaluationEngine:
 
     def _consider(self, batches: Sequence[Any], times: float) -> None:
         """Make the plan as soon as a window allows a decision."""
-        here, self._looks = self._here, self._looks + 1
+        setup, self._looks = self._setup, self._looks + 1
         tokens = sum(map(_tokens_in, batches)) * times
         if not self.pays(tokens):
             self._looks -= 1  # this one shows nothing
             self._nothing("the evaluation is too small to benefit", is_final=False)
             return
-        operations, batches = tokens * here.operations_per_token, self._enough(batches)
+        operations, batches = tokens * setup.operations_per_token, self._enough(batches)
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
@@ -257,28 +257,28 @@ class EvaluationEngine:
             return
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
         saved = (1 - real / padded) * operations
-        if not (here.insists or here.on_gpu or is_worth_it(1 - real / padded, saved, here.device.type)):
+        if not (setup.insists or setup.on_gpu or is_worth_it(1 - real / padded, saved, setup.device.type)):
             self._nothing(f"{1 - real / padded:.0%} of the tokens are padding, too little to benefit", is_final=False)
             return
-        if not here.learn(list(batches)):
-            self._nothing(here.why_not_additive() or "the denominator of the loss is unknown")
+        if not setup.learn(list(batches)):
+            self._nothing(setup.why_not_additive() or "the denominator of the loss is unknown")
             return
         self._decide(batches, samples, 1 - real / padded)
 
     def _enough(self, batches: Sequence[Any]) -> Sequence[Any]:
         """The first batches of a window, with enough tokens for a proof of the longest rows."""
-        wanted = ROW_TOKENS if self._here.on_gpu else 4096
+        wanted = ROW_TOKENS if self._setup.on_gpu else 4096
         ends = np.cumsum([_tokens_in(batch) for batch in batches])
         return batches[: max(2, 1 + int(np.searchsorted(ends, wanted)))]
 
     def _decide(self, batches: Sequence[Any], samples: Samples, padding: float) -> None:
         refused: dict[str, Proof] = {}
         while True:
-            decision = EvaluationDecision(self._here, samples, batches, refused)
+            decision = EvaluationDecision(self._setup, samples, batches, refused)
             plan = decision.make(padding=padding, micro_batches=len(batches))
             self._set_budget(plan, batches, samples)
             found: Any = None
-            if plan.layout != AS_MADE or plan.linear_loss:
+            if plan.layout != COLLATED or plan.linear_loss:
                 found = decision.prove_update()
             if not isinstance(found, tuple):
                 break
@@ -289,18 +289,18 @@ class EvaluationEngine:
             refused[what] = proof
         if found is not None:
             self._coverage = found
-            if plan.layout == FLAT and self._here.on_gpu:
+            if plan.layout == FLAT and self._setup.on_gpu:
                 plan.budget = min(plan.budget, max(form.row for form in found.forms))
         self._settle(plan, decision.layout, decision.head)
 
     def _set_budget(self, plan: SpeedPlan, batches: Sequence[Any], samples: Samples) -> None:
         """Larger micro-batches than the collator's on a GPU: nothing is kept for a backward pass."""
-        if not self._here.on_gpu or plan.layout == AS_MADE or self._here.token_budget:
+        if not self._setup.on_gpu or plan.layout == COLLATED or self._setup.token_budget:
             return
         largest = max(padded_tokens([batch], samples) for batch in batches)
-        has_logits = not plan.linear_loss and not self._here.keeps_outputs and plan.layout == FLAT
+        has_logits = not plan.linear_loss and not self._setup.keeps_outputs and plan.layout == FLAT
         wanted = ROW_TOKENS if plan.layout in IN_ROWS else GROUP_TOKENS
-        plan.budget = largest if has_logits and _classes(self._here) > 16_384 else max(largest, wanted)
+        plan.budget = largest if has_logits and _classes(self._setup) > 16_384 else max(largest, wanted)
 
     def _nothing(self, reason: str, *, is_final: bool = True) -> None:
         plan = SpeedPlan()
@@ -316,13 +316,13 @@ class EvaluationEngine:
         self._announce(plan)
 
     def _taken_apart(self, batches: Sequence[Any]) -> Samples:
-        here = self._here
+        setup = self._setup
         samples = samples_of(
-            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
+            batches, is_pair=setup.is_pair, shifts=setup.shifts(), whole=self._whole, image_tokens=self._image_tokens
         )
         self._whole.update(samples.per_sample())
         check_lengths(samples, self._longest_alike)
-        if here.shifts() and samples.first_targets_are_counted():
+        if setup.shifts() and samples.first_targets_are_counted():
             raise OddSamples("a left-padded sample has a target on its first token")
         return samples
 
@@ -332,8 +332,8 @@ def _tokens_in(batch: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def _classes(here: EvaluationInputs) -> int:
-    return int(getattr(getattr(here.model, "config", None), "vocab_size", None) or 0)
+def _classes(setup: EvaluationSetup) -> int:
+    return int(getattr(getattr(setup.model, "config", None), "vocab_size", None) or 0)
 
 
 def _telling(batches: Sequence[Any], samples: Samples) -> list[Any]:

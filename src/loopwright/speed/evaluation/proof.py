@@ -27,7 +27,7 @@ from ..proof.disturbance import MOVED
 from ..proof.dropout import Shapes
 from ..proof.prober import Candidate, Outcome, Prepare, Prober, Proof, ProofRefused, Reference, Setting, tolerance_of
 from ..proof.prover import PROBE_SAMPLES, Prover
-from .inputs import EvaluationInputs, Forward
+from .evaluation_setup import EvaluationSetup, Forward
 from .pieces import Piece, Unserved, axis_of, collated, of_each_sample, pieces_of
 
 COLUMNS = 64
@@ -40,10 +40,10 @@ class EvaluationProber(Prober):
     compared = "output"
     random = "the model uses random numbers in eval mode"
 
-    def __init__(self, situation: EvaluationInputs) -> None:
-        super().__init__(situation.model, self._mean_loss, sandbox=situation.sandbox)
-        self._here, self._parameters = situation, []
-        self._classes: int | None = getattr(getattr(situation.model, "config", None), "num_labels", None)
+    def __init__(self, setup: EvaluationSetup) -> None:
+        super().__init__(setup.model, self._mean_loss, sandbox=setup.sandbox)
+        self._setup, self._parameters = setup, []
+        self._classes: int | None = getattr(getattr(setup.model, "config", None), "num_labels", None)
         self._samples: Samples | None = None
         """The samples of the batches that run now."""
         self._repeats = True
@@ -65,10 +65,10 @@ class EvaluationProber(Prober):
         self._samples = reference.samples
         return super().prove(candidate, reference, divided=divided)
 
-    def _minds_padding(self, batches: list[Any], setting: Setting) -> bool:
+    def _depends_on_padding(self, batches: list[Any], setting: Setting) -> bool:
         """Whether padding matters; only found out where candidates are tested for it."""
         assert self._samples is not None
-        return self._repeats and len(self._samples) <= PROBE_SAMPLES and super()._minds_padding(batches, setting)
+        return self._repeats and len(self._samples) <= PROBE_SAMPLES and super()._depends_on_padding(batches, setting)
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class EvaluationProber(Prober):
 
     def _forward(self, batch: Any, prepare: Prepare) -> Forward:
         piece = batch if isinstance(batch, Piece) else collated([batch])[0]
-        return self._here.forward_of(dict(prepare(batch)), len(piece.members))
+        return self._setup.forward_of(dict(prepare(batch)), len(piece.members))
 
     def _run(self, batches: list[Any], prepare: Prepare, setting: Setting) -> Outcome:
         assert self._samples is not None
@@ -103,7 +103,7 @@ class EvaluationProber(Prober):
             return {}
         outputs = [each for each in found.outputs if isinstance(each, Tensor)]
         chosen = self._samples.select(piece.members)
-        if self._here.keeps_outputs:
+        if self._setup.keeps_outputs:
             if len(outputs) < len(found.outputs):
                 raise Unserved("an output is not a tensor")
             if any(not piece.is_row and axis_of(each, piece, chosen, self._classes) is not None for each in outputs):
@@ -112,7 +112,7 @@ class EvaluationProber(Prober):
             raise Unserved("the model returns no outputs that could be compared")
         else:
             outputs = outputs[:1]
-        copied = _copied if self._here.keeps_outputs else _thinned
+        copied = _copied if self._setup.keeps_outputs else _thinned
         parts = [[copied(each) for each in part] for part in of_each_sample(outputs, piece, chosen, self._classes)]
         return {int(member): part for member, part in zip(piece.members, parts, strict=True)}
 
@@ -126,7 +126,7 @@ class EvaluationProber(Prober):
         self._judge(proof, outcome, before)
         if not expected:
             del proof.numbers[self.compared]
-        elif proof.accepted and self._here.keeps_outputs:
+        elif proof.accepted and self._setup.keeps_outputs:
             self._judge_columns(proof, outcome.gradient, before)
         return outcome
 
@@ -225,12 +225,12 @@ def _thinned(output: Tensor) -> Tensor:
 class EvaluationProver(Prover):
     """Compares the path of an evaluation's plan with the collator's batches."""
 
-    _here: EvaluationInputs
+    _setup: EvaluationSetup
 
-    def __init__(self, situation: EvaluationInputs) -> None:
-        self._here = situation
-        self._prober = EvaluationProber(situation)
-        self._exact = tolerance_of(situation.model)
+    def __init__(self, setup: EvaluationSetup) -> None:
+        self._setup = setup
+        self._prober = EvaluationProber(setup)
+        self._exact = tolerance_of(setup.model)
 
     def references(self, samples: Samples) -> list[Reference]:
         return [self.few(samples, train=False)]
@@ -239,20 +239,20 @@ class EvaluationProver(Prover):
         return super()._setting()._replace(train=False)
 
     def _laid(self, plan: SpeedPlan, layout: Layout | None, samples: Samples, limits: Limits) -> list[Any]:
-        made = pieces_of(layout, plan, samples, limits, shifts=self._here.shifts())
-        return [Piece(self._here.put(dict(each)), each.members, is_row=each.is_row) for each in made]
+        made = pieces_of(layout, plan, samples, limits, shifts=self._setup.shifts())
+        return [Piece(self._setup.to_device(dict(each)), each.members, is_row=each.is_row) for each in made]
 
 
 class EvaluationDecision(Decision):
     """Compares candidates for an evaluation."""
 
-    _here: EvaluationInputs
+    _setup: EvaluationSetup
 
     def _make_prover(self) -> EvaluationProver:
-        return EvaluationProver(self._here)
+        return EvaluationProver(self._setup)
 
     def _choose_head(self) -> None:
-        if not self._here.keeps_outputs:
+        if not self._setup.keeps_outputs:
             super()._choose_head()
 
     def _pending(self, head: Any) -> PendingHead:

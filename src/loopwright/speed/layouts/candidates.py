@@ -14,7 +14,7 @@ from ..attention.kernel_choice import without_cudnn
 from ..attention.switch import AttentionSwitch
 from ..attention.t5_bias import switch_for
 from ..fused_modules import FusedModules
-from ..planner.decision import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
+from ..planner.decision import BIASED, COLLATED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
 from .positions import counts_by_row, has_position_bias, most_positions
 from .rows import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_in_shapes, lay_unpadded
 from .samples import Samples
@@ -112,7 +112,7 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
         # A position out of range would abort the process on a GPU; an unknown limit leaves every width as it is.
         most = None if has_position_bias(model) else most_positions(model, of_sources=True) or 0
         return Layout(name, most_width=most)
-    assert name in LAYOUTS and name != AS_MADE
+    assert name in LAYOUTS and name != COLLATED
     if name == BIASED:
         biased = switch_for(model)
         return biased if isinstance(biased, str) else Biased(biased, FusedModules(model))

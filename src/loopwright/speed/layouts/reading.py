@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..inputs import PlannerInputs
 from ..proof.guard import image_tokens_of, samples_of
+from ..training_setup import TrainingSetup
 from .positions import check_lengths, longest_alike
 from .samples import NoSamples, OddSamples, Samples
 
@@ -14,18 +14,18 @@ from .samples import NoSamples, OddSamples, Samples
 class SampleReader:
     """Separates the samples of an update."""
 
-    def __init__(self, situation: PlannerInputs, whole: set[str], *, tell: Callable[[str], None]) -> None:
-        self._here, self._tell = situation, tell
+    def __init__(self, setup: TrainingSetup, whole: set[str], *, tell: Callable[[str], None]) -> None:
+        self._setup, self._tell = setup, tell
         self._whole = whole
         """Entries of batches that have no token dimension; added to."""
-        self._image_tokens = image_tokens_of(getattr(situation.model, "config", None))
-        self._longest_alike = longest_alike(situation.model)
+        self._image_tokens = image_tokens_of(getattr(setup.model, "config", None))
+        self._longest_alike = longest_alike(setup.model)
 
     def read(self, batches: list[Any]) -> Samples:
         """The samples; raises `NoSamples` if they cannot be separated."""
-        here = self._here
+        setup = self._setup
         samples = samples_of(
-            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
+            batches, is_pair=setup.is_pair, shifts=setup.shifts(), whole=self._whole, image_tokens=self._image_tokens
         )
         self._whole.update(samples.per_sample())
         check_lengths(samples, self._longest_alike)
@@ -35,7 +35,7 @@ class SampleReader:
         """The samples, or None if the update keeps the collator's batches."""
         try:
             samples = self.read(batches)
-            if self._here.shifts() and samples.first_targets_are_counted():
+            if self._setup.shifts() and samples.first_targets_are_counted():
                 raise OddSamples("a left-padded sample has a target on its first token")
         except NoSamples as reason:
             self._tell(f"speed: keeping the collator's batches when they look like these: {reason}")

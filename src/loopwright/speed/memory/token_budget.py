@@ -16,12 +16,12 @@ import numpy as np
 from ..compile.blocks import repeated_blocks
 from ..fused_loss.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits, padded_tokens
 from ..layouts.samples import IGNORED, Samples, few_of
-from ..planner.decision import AS_MADE, GROUP_TOKENS, IN_ROWS, ROW_TOKENS, SpeedPlan
+from ..planner.decision import COLLATED, GROUP_TOKENS, IN_ROWS, ROW_TOKENS, SpeedPlan
 from ..proof.prober import Proof
+from ..training_setup import TrainingSetup
 from .estimate import (
     POLICIES,
     ActivationBytes,
@@ -81,7 +81,7 @@ class Budget:
 
 def plan_memory(
     plan: SpeedPlan,
-    here: PlannerInputs,
+    setup: TrainingSetup,
     *,
     samples: Samples,
     batches: Sequence[Any],
@@ -90,17 +90,17 @@ def plan_memory(
     prove: Callable[[str], Proof],
 ) -> None:
     """Set the plan's token budget and recomputation policy; `prove` compares a policy on the samples of the proof."""
-    total = here.device_memory()
-    if total is None or here.token_budget is not None or here.recomputes:
+    total = setup.device_memory()
+    if total is None or setup.token_budget is not None or setup.recomputes:
         return
     try:
-        estimate = _estimate(here, plan, samples, layout, head)
+        estimate = _estimate(setup, plan, samples, layout, head)
     except Exception as error:  # any error of the model while it is measured: no budget is planned
         plan.note(
             "token budget", False, (f"the activation memory could not be measured: {type(error).__name__}: {error}")
         )
         return
-    demand, policies = demand_of(plan, samples, batches), list(here.policies)
+    demand, policies = demand_of(plan, samples, batches), list(setup.policies)
     budget = choose_budget(estimate, usable_bytes(total), demand, policies)
     while budget.policy != POLICIES[0]:
         proof = prove(budget.policy)
@@ -114,7 +114,7 @@ def plan_memory(
 
 def _note(plan: SpeedPlan, budget: Budget) -> None:
     plan.activations = budget.policy
-    if plan.layout != AS_MADE:
+    if plan.layout != COLLATED:
         plan.budget = budget.tokens
         plan.note("token budget", True, budget.reason, budget.numbers)
     if budget.policy != POLICIES[0]:
@@ -133,7 +133,7 @@ def demand_of(plan: SpeedPlan, samples: Samples, batches: Sequence[Any]) -> Dema
     lengths = np.stack([axis.lengths for axis in samples.axes.values()], axis=1)
     longest = int(lengths.sum(axis=1).max())
     padded = max(padded_tokens([batch], samples) for batch in batches)
-    if plan.layout == AS_MADE:
+    if plan.layout == COLLATED:
         return Demand(padded, padded, longest)
     if plan.layout in IN_ROWS:
         names = next(iter(samples.axes.values())).names
@@ -156,13 +156,13 @@ def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policie
 
 
 def limits_for(
-    plan: SpeedPlan, here: PlannerInputs, batches: Sequence[Any], samples: Samples, *, widest: int = 0
+    plan: SpeedPlan, setup: TrainingSetup, batches: Sequence[Any], samples: Samples, *, widest: int = 0
 ) -> Limits:
     """Size limit of an update's micro-batches and cost of one more, under a plan."""
     # Without a measurement, the size of the collator's batches fits, since the user's settings imply it.
-    budget = plan.budget or here.token_budget or max(padded_tokens([batch], samples) for batch in batches)
+    budget = plan.budget or setup.token_budget or max(padded_tokens([batch], samples) for batch in batches)
     # A GPU computes while the next micro-batch is launched: only micro-batches shorter than a launch cost extra.
-    overhead, floor = (0, plan.overhead) if here.on_gpu else (plan.overhead, 0)
+    overhead, floor = (0, plan.overhead) if setup.on_gpu else (plan.overhead, 0)
     return Limits(budget, overhead, plan.round_to, floor, few_shapes=plan.few_shapes, width=widest)
 
 
@@ -170,42 +170,42 @@ def limits_for(
 
 
 def _estimate(
-    here: PlannerInputs, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
+    setup: TrainingSetup, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
 ) -> MemoryEstimate:
     lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
     place, whole = int(lengths.argmax()), int(lengths.max())
-    blocks = repeated_blocks(here.model)
+    blocks = repeated_blocks(setup.model)
 
     def forward(rows: int, tokens: int = MEASURED_TOKENS) -> int:
         few = few_of(samples.select(np.full(rows, place)), rows, tokens)
-        return _forward(here, plan, _all_targets(few), layout)
+        return _forward(setup, plan, _all_targets(few), layout)
 
     with ExitStack() as stack:
-        stack.enter_context(here.as_trained())
+        stack.enter_context(setup.as_trained())
         if layout is not None:
             stack.enter_context(layout.active())
         if head is not None:
             head.count = None
             head.install()
             stack.callback(head.remove)
-        one, two = measure_twice(forward, sizes=(1, 2), model=here.model, blocks=blocks, sandbox=here.sandbox)
+        one, two = measure_twice(forward, sizes=(1, 2), model=setup.model, blocks=blocks, sandbox=setup.sandbox)
         if one.tokens < whole:
-            with here.sandbox():
-                half = measure_activations(lambda: forward(1, MEASURED_TOKENS // 2), model=here.model, blocks=blocks)
+            with setup.sandbox():
+                half = measure_activations(lambda: forward(1, MEASURED_TOKENS // 2), model=setup.model, blocks=blocks)
             one, two = at_length(whole, one, two, half)
-    chunk = 0 if head is None else GPU_CHUNK_BYTES if here.on_gpu else CPU_CHUNK_BYTES
-    return estimate_memory(one, two, model=here.model_bytes() + chunk)
+    chunk = 0 if head is None else GPU_CHUNK_BYTES if setup.on_gpu else CPU_CHUNK_BYTES
+    return estimate_memory(one, two, model=setup.model_bytes() + chunk)
 
 
-def _forward(here: PlannerInputs, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
+def _forward(setup: TrainingSetup, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
     """One forward with its loss, as in training; returns the number of tokens computed."""
     if layout is None:
         batch = few.trimmed()
-        here.loss_of([here.put(batch)], lambda each: each)
+        setup.loss_of([setup.to_device(batch)], lambda each: each)
         return padded_tokens([batch], few)
     limits = Limits(budget=2**62, overhead=1, round_to=plan.round_to)
-    laid = layout.lay(few, limits, shifts=here.shifts(), fill=plan.fill)
-    here.loss_of([here.put(each) for each in laid.batches], layout.for_model)
+    laid = layout.lay(few, limits, shifts=setup.shifts(), fill=plan.fill)
+    setup.loss_of([setup.to_device(each) for each in laid.batches], layout.for_model)
     return laid.computed_tokens
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from torch import nn
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
@@ -18,6 +17,7 @@ from ..memory.token_budget import limits_for
 from ..proof.guard import Coverage
 from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
+from ..training_setup import TrainingSetup
 from .decision import (
     BIASED,
     FLAT,
@@ -41,32 +41,32 @@ class Decision:
 
     def __init__(
         self,
-        situation: PlannerInputs,
+        setup: TrainingSetup,
         samples: Samples,
         batches: Sequence[Any],
         refused: Mapping[str, Proof],
     ) -> None:
-        self._here, self._samples, self._batches = situation, samples, batches
+        self._setup, self._samples, self._batches = setup, samples, batches
         self.refused = refused
         """Proofs that failed on a whole update, by name."""
-        self.plan = SpeedPlan(made_for=situation.described())
+        self.plan = SpeedPlan(made_for=setup.described())
         self.layout: Layout | None = None
         self.head: PendingHead | None = None
         self.prover = self._make_prover()
         self.references: list[Reference] = []
         """Empty if the normal path could not be used as a reference."""
 
-    def make(self, *, padding: float, micro_batches: int = 1, as_made: str | None = None) -> SpeedPlan:
-        """The plan; `padding` is the fraction of padding tokens, `as_made` why the collator's batches are kept."""
-        here, plan = self._here, self.plan
-        plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
-        plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
+    def make(self, *, padding: float, micro_batches: int = 1, why_collated: str | None = None) -> SpeedPlan:
+        """The plan; `padding` is the fraction of padding tokens, `why_collated` why the collator's batches are kept."""
+        setup, plan = self._setup, self.plan
+        plan.overhead = overhead_in_tokens(setup.modules, setup.operations_per_token, setup.device.type)
+        plan.round_to, plan.fill = (8, True) if setup.on_gpu else (1, False)
         try:
             self.references = self.prover.references(self._samples)
-            if as_made is None:
+            if why_collated is None:
                 self._choose_layout(padding, micro_batches)
             else:
-                plan.note("layouts", False, as_made)
+                plan.note("layouts", False, why_collated)
             self._choose_head()
         except ProofRefused as reason:
             self.references = []
@@ -103,36 +103,36 @@ class Decision:
 
     def _offered(self, name: str) -> Layout | str:
         """The layout, or why it is not compared at all."""
-        here = self._here
-        if name not in IN_GROUPS and here.only_grouped is not None:
-            return here.only_grouped
-        if name not in (GROUPED, BIASED) and here.is_pair:
+        setup = self._setup
+        if name not in IN_GROUPS and setup.only_grouped is not None:
+            return setup.only_grouped
+        if name not in (GROUPED, BIASED) and setup.is_pair:
             return "samples are pairs of a source and a target"
-        if name == BIASED and not here.on_gpu:
+        if name == BIASED and not setup.on_gpu:
             return "it only helps on GPUs"
-        if name == UNMASKED and not here.shifts():
+        if name == UNMASKED and not setup.shifts():
             return "the model is not known to predict next tokens"
         values = self._samples.per_sample()
         if name == FLAT and values:
             return f"{values[0]!r} has one value per sample, but a row holds many samples"
         if name == UNPADDED and "attention_mask" not in self._samples.tensors:
             return "there is no attention_mask"
-        weights = next((p for p in here.model.parameters() if p.is_floating_point()), None)
-        if needs_half_precision(name, here.device.type, weights, here.computes_half):
+        weights = next((p for p in setup.model.parameters() if p.is_floating_point()), None)
+        if needs_half_precision(name, setup.device.type, weights, setup.computes_half):
             return "its kernels need half precision; set bf16=True"
-        return make_layout(name, here.model)
+        return make_layout(name, setup.model)
 
     # ---- the fused loss ------------------------------------------------------------------------------------
 
     def _choose_head(self) -> None:
-        head = output_head(self._here.model)
+        head = output_head(self._setup.model)
         if head is None:
-            found = named_head(self._here.model)
+            found = named_head(self._setup.model)
             if found is not None:
                 kind = f"{type(found).__module__.partition('.')[0]}'s {type(found).__name__}"
                 self.plan.note(HEAD, False, f"the output layer is {kind}, not a plain nn.Linear")
             return
-        if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
+        if head.weight.shape[0] < LARGE_VOCABULARY and self._setup.level != "max":
             self.plan.note(HEAD, False, f"with only {head.weight.shape[0]:,} classes it would not help")
             return
         pending = self._pending(head)
@@ -145,7 +145,7 @@ class Decision:
         self.plan.note(HEAD, proof.accepted, reason, proof.numbers)
 
     def _make_prover(self) -> Prover:
-        return Prover(self._here)
+        return Prover(self._setup)
 
     def _pending(self, head: nn.Linear) -> PendingHead:
         return PendingHead(head)
@@ -158,7 +158,7 @@ class Decision:
 
     def prove_recomputing(self, policy: str) -> Proof:
         """Whether results are unchanged when activations are recomputed, with all other choices applied."""
-        more = lambda stack: stack.callback(self._here.recompute(policy))  # noqa: E731
+        more = lambda stack: stack.callback(self._setup.recompute(policy))  # noqa: E731
         return self._prove(self._candidate(policy, self.head, more=more))
 
     def _prove(self, candidate: Candidate) -> Proof:
@@ -184,13 +184,13 @@ class Decision:
         """Prove the update with the plan's split, in smaller micro-batches as long as memory runs out."""
         plan = self.plan
         while True:
-            limits = limits_for(plan, self._here, self._batches, self._samples)
+            limits = limits_for(plan, self._setup, self._batches, self._samples)
             proof = self.prover.prove_update(self._candidate(plan.layout, self.head, limits=limits), reference)
             longest = int(np.sum([axis.lengths for axis in self._samples.axes.values()], axis=0).max())
             if not proof.ran_out or self.layout is None or limits.budget <= longest:
                 return proof, limits
             plan.budget = max(longest, limits.budget // 2)
-            self._here.free_memory()
+            self._setup.free_memory()
 
     def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
         """What must be disabled: groups as graphs, or the fused loss, if everything else agrees; else the layout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "collated", "grouped", "grouped without mask", "unpadded", "flat"
+COLLATED, GROUPED, UNMASKED, UNPADDED, FLAT = "collated", "grouped", "grouped without mask", "unpadded", "flat"
 BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
 IN_ROWS = (FLAT, UNPADDED)
@@ -32,7 +32,7 @@ class AccelerationChoice:
 class SpeedPlan:
     """The accelerations of a run."""
 
-    layout: str = AS_MADE
+    layout: str = COLLATED
     linear_loss: bool = False
     compiled: bool = False
     short_rows: bool = False
@@ -52,8 +52,11 @@ class SpeedPlan:
     budget: int = 0
     """Most tokens per micro-batch; 0 means as many as the collator's largest micro-batch."""
     overhead: int = 0
+    """Cost of one more micro-batch, in tokens."""
     round_to: int = 1
+    """Groups are as wide as a multiple of this."""
     fill: bool = False
+    """Whether rows are extended, so that their lengths have few values."""
     activations: str = "none"
     """What is recomputed in the backward pass: none, selective, full."""
     made_for: str = ""
@@ -66,12 +69,12 @@ class SpeedPlan:
             self.linear_loss, self.compiled, bool(self.region), self.widened, self.varied, self.graphed,
             self.activations != "none",
         )  # fmt: skip
-        return self.layout != AS_MADE or self.joined > 1 or any(switches)
+        return self.layout != COLLATED or self.joined > 1 or any(switches)
 
     @property
     def few_shapes(self) -> bool:
         """Whether rows or groups are padded to a few shapes, since each shape needs its own graph."""
-        return self.graphed and self.layout != AS_MADE
+        return self.graphed and self.layout != COLLATED
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(AccelerationChoice(name, is_on, reason, numbers or {}))
@@ -107,7 +110,7 @@ class SpeedPlan:
     def from_dict(cls, values: dict[str, Any]) -> SpeedPlan:
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if known.get("layout") not in LAYOUTS:
-            known["layout"] = AS_MADE  # including the name in older checkpoints
+            known["layout"] = COLLATED  # including the name in older checkpoints
         known["choices"] = [AccelerationChoice(**each) for each in known.get("choices", [])]
         return cls(**known)
 

@@ -14,7 +14,6 @@ from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import PlannerInputs
 from ..joining import choose_joining
 from ..layouts.candidates import Layout
 from ..layouts.positions import has_position_bias, most_positions
@@ -23,11 +22,12 @@ from ..layouts.samples import SOURCE, TARGET, NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for, plan_memory
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
+from ..training_setup import TrainingSetup
 from ..widening import WidthChoice
 from .choice import HEAD, Decision
 from .decision import (
-    AS_MADE,
     BIASED,
+    COLLATED,
     COMPILED,
     GRAPHS,
     GROUPED,
@@ -71,51 +71,51 @@ def _nothing(reason: str) -> SpeedPlan:
 
 
 class Planner:
-    """Decides when an update is sufficient for planning, and makes the plan."""
+    """Waits until the updates seen so far allow a decision, and then makes the plan."""
 
-    def __init__(self, situation: PlannerInputs) -> None:
-        self._here = situation
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
         self._looks = 0
         self._tokens = 0
         """The real tokens of the update the plan is based on."""
         self._micro_batches = 1.0
         """The micro-batches of that update, without their padding."""
-        self._graphs = GraphChoice(situation)
-        self._regions = RegionChoice(situation)
-        self._widths = WidthChoice(situation)
+        self._graphs = GraphChoice(setup)
+        self._regions = RegionChoice(setup)
+        self._widths = WidthChoice(setup)
         self._varied: set[str] = set()
         """The shapes of the collator's micro-batches, until there are many."""
 
     def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         """The plan, as soon as an update shows a benefit or that there is none; None before that."""
-        here = self._here
+        setup = self._setup
         self._looks += 1
         if len(self._varied) <= MOST_GRAPHS:
             self._varied |= {repr(shape_key(dict(batch))) for batch in batches if isinstance(batch, Mapping)}
-        if here.keeps is not None:
-            return self._kept(here.keeps)
+        if setup.keeps is not None:
+            return self._kept(setup.keeps)
         seen = self._widths.look(batches)
         self._regions.most = MOST_SHAPES if seen is batches else MOST_WIDTHS
         self._graphs.look(seen)
         self._regions.look(seen)
-        if here.user_hook() is None and self._regions.waits(batches):
+        if setup.user_hook() is None and self._regions.waits(batches):
             return None
         made = self._planned(batches, take_apart)
-        if made is None or here.user_hook() is not None:
+        if made is None or setup.user_hook() is not None:
             return made
-        if made.plan.layout == AS_MADE:
-            batches = choose_joining(made.plan, here, batches, self._regions.count(batches))
+        if made.plan.layout == COLLATED:
+            batches = choose_joining(made.plan, setup, batches, self._regions.count(batches))
             batches = self._widened(made.plan, batches)
             self._choose_attention(made.plan)
         return made._replace(region=self._regions.choose(made.plan, batches, made.head))
 
     def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
-        here = self._here
-        if (hooked := here.user_hook()) is not None:
+        setup = self._setup
+        if (hooked := setup.user_hook()) is not None:
             plan = _nothing(f"a hook on {hooked} may read batches")
             self._note_graphs(plan, f"a hook on {hooked} would not be called")
             return Made(plan)
-        if not here.insists and not self._is_large(batches):
+        if not setup.insists and not self._is_large(batches):
             return self._settle("the run is too small to benefit", batches)
         try:
             samples = take_apart(batches)
@@ -128,9 +128,9 @@ class Planner:
             return self._settle(padding, batches)
         if padding is None:
             return None
-        if here.learn(batches):
+        if setup.learn(batches):
             return self._decide(batches, samples, padding)
-        coupled = here.why_not_additive()
+        coupled = setup.why_not_additive()
         if coupled is not None:  # the collator's batches are kept; the fused loss is still possible
             return self._decide(batches, samples, 0.0, coupled)
         return self._settle("the denominator of the loss is unknown", batches) if self._looks == LOOKS else None
@@ -139,24 +139,24 @@ class Planner:
 
     def _is_large(self, batches: list[Any]) -> bool:
         """Whether there would be a benefit if every token were padding; reads shapes only."""
-        here, tokens = self._here, 0
+        setup, tokens = self._setup, 0
         for batch in batches:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
             tokens += ids.numel() if isinstance(ids, Tensor) else 0
-        return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
+        return is_worth_it(1.0, tokens * setup.operations_per_token * setup.updates_left(), setup.device.type)
 
     def _padding_to_leave_out(self, batches: list[Any], samples: Samples) -> float | str | None:
         """The fraction of padding that is worth removing, or why it is not; None while that is undecided."""
-        here, real, padded = self._here, samples.real_tokens, padded_tokens(batches, samples)
+        setup, real, padded = self._setup, samples.real_tokens, padded_tokens(batches, samples)
         padding = 1 - real / padded
-        if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
+        if setup.packs and padding == 0 and self._looks < PACKED_LOOKS:
             return None  # one sample, or several of the same length, do not show whether there is padding
-        saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if here.insists or is_worth_it(padding, saved, here.device.type):
+        saved = (padded - real) * setup.operations_per_token * setup.updates_left()
+        if setup.insists or is_worth_it(padding, saved, setup.device.type):
             return padding
         if self._waits_for_shapes(batches):
             return None
-        if here.on_gpu:  # GPUs gain more than padding, and in every update: do not wait for it
+        if setup.on_gpu:  # GPUs gain more than padding, and in every update: do not wait for it
             return 0.0
         few = f"{padding:.0%} of the tokens are padding, too little to benefit from removing it"
         return few if self._looks == LOOKS else None
@@ -164,7 +164,7 @@ class Planner:
     def _waits_for_shapes(self, batches: list[Any]) -> bool:
         """Whether more updates are needed to see if shapes repeat, before micro-batches become graphs."""
         are_few = len(self._graphs.shapes) <= self._regions.most
-        if self._looks >= (min(SHAPE_LOOKS, LOOKS) if are_few else LOOKS) or self._here.insists:
+        if self._looks >= (min(SHAPE_LOOKS, LOOKS) if are_few else LOOKS) or self._setup.insists:
             return False
         return self._graphs.why_not(SpeedPlan(), batches, work=self._regions.count(batches)) is None
 
@@ -178,17 +178,17 @@ class Planner:
         self._note_graphs(plan, self._graphs.why_not(plan, batches, work=self._regions.count(batches)))
         return Made(plan, padding=padding)
 
-    def _decide(self, batches: list[Any], samples: Samples, padding: float, as_made: str | None = None) -> Made:
-        here, self._tokens = self._here, samples.real_tokens
+    def _decide(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None = None) -> Made:
+        setup, self._tokens = self._setup, samples.real_tokens
         self._regions.count(batches)
         self._micro_batches = len(batches) * samples.real_tokens / max(padded_tokens(batches, samples), 1)
-        if self._wants_compiling() and here.why_not_compile is None and not here.is_pair:
+        if self._wants_compiling() and setup.why_not_compile is None and not setup.is_pair:
             get_ready()
         refused: dict[str, Proof] = {}
         while True:
-            decision = self._drafted(batches, samples, padding, refused, as_made)
+            decision = self._drafted(batches, samples, padding, refused, why_collated)
             plan, found = decision.plan, None
-            if plan.layout != AS_MADE or plan.linear_loss:
+            if plan.layout != COLLATED or plan.linear_loss:
                 found = decision.prove_update()
             if not isinstance(found, tuple):
                 break
@@ -205,16 +205,16 @@ class Planner:
         samples: Samples,
         padding: float,
         refused: dict[str, Proof],
-        as_made: str | None,
+        why_collated: str | None,
     ) -> Decision:
         """A plan that agrees on a few samples, without what a whole update has refused."""
-        here = self._here
-        decision = Decision(here, samples, batches, refused)
-        plan = decision.make(padding=padding, micro_batches=len(batches), as_made=as_made)
+        setup = self._setup
+        decision = Decision(setup, samples, batches, refused)
+        plan = decision.make(padding=padding, micro_batches=len(batches), why_collated=why_collated)
         if decision.references:
             plan_memory(
                 plan,
-                here,
+                setup,
                 samples=samples,
                 batches=batches,
                 layout=decision.layout,
@@ -228,7 +228,7 @@ class Planner:
         if plan.layout in IN_GROUPS:
             self._note_graphs(plan, self._why_not_graph_groups(plan, decision, batches, samples))
             return
-        row = min(samples.real_tokens, limits_for(plan, self._here, batches, samples).budget)
+        row = min(samples.real_tokens, limits_for(plan, self._setup, batches, samples).budget)
         reason = self._graphs.why_not(plan, batches, row=row, work=self._regions.count(batches))
         if reason is None and plan.layout in IN_ROWS:
             plan.graphed = True
@@ -240,8 +240,8 @@ class Planner:
         self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples
     ) -> str | None:
         """Why groups do not become graphs; if they do, their logits are computed, which are few."""
-        here = self._here
-        has_limit = has_position_bias(here.model) or most_positions(here.model, of_sources=True) is not None
+        setup = self._setup
+        has_limit = has_position_bias(setup.model) or most_positions(setup.model, of_sources=True) is not None
         if plan.layout not in (GROUPED, BIASED) or not has_limit or not can_add_rows(samples):
             return "the layout produces micro-batches of many shapes"
         if decision.head is not None and not self._are_logits_small(decision.head):
@@ -260,25 +260,25 @@ class Planner:
 
     def _are_logits_small(self, head: PendingHead) -> bool:
         """Whether logits of a group, with what their loss keeps, take a small part of the device's memory."""
-        total = self._here.device_memory()
+        total = self._setup.device_memory()
         tokens = GRAPH_TOKENS * LEAST_WIDTHS[TARGET] // LEAST_WIDTHS[SOURCE]
         return total is None or tokens * head.head.weight.shape[0] * LOGIT_BYTES <= total / 32
 
     def _note_graphs(self, plan: SpeedPlan, reason: str | None) -> None:
         plan.graphed = reason is None
         if reason is None:
-            plan.made_for = self._here.described()
-        if reason is None or self._here.on_gpu:
+            plan.made_for = self._setup.described()
+        if reason is None or self._setup.on_gpu:
             padded = "rows are padded to a few lengths" if plan.layout in IN_ROWS else "groups are padded to few shapes"
             repeat = padded if plan.few_shapes else "shapes repeat"
             plan.note(GRAPHS, plan.graphed, reason or f"kernel launches take longer than compute, and {repeat}")
 
     def choose_compiling(self, plan: SpeedPlan) -> None:
         """Enable compilation if a GPU has enough computing left; no effect if no update has been planned."""
-        here = self._here
-        if not here.on_gpu or not self._tokens or plan.region:
+        setup = self._setup
+        if not setup.on_gpu or not self._tokens or plan.region:
             return
-        reason = "micro-batches run as CUDA graphs" if plan.graphed else here.why_not_compile
+        reason = "micro-batches run as CUDA graphs" if plan.graphed else setup.why_not_compile
         if reason is None and plan.layout in IN_GROUPS:
             reason = "groups change in number and length, which would need many compilations"
         if reason is None and plan.activations == "full":
@@ -290,8 +290,8 @@ class Planner:
         plan.note(COMPILED, reason is None, reason or "one compilation for all lengths")
 
     def _wants_compiling(self) -> bool:
-        here = self._here
-        return here.on_gpu and (here.level == "max" or self._regions.blocks_pay(self._micro_batches))
+        setup = self._setup
+        return setup.on_gpu and (setup.level == "max" or self._regions.blocks_pay(self._micro_batches))
 
     def _kept(self, reason: str) -> Made | None:
         """A plan that changes neither batches nor model; None until it is known whether their shapes vary."""
@@ -303,14 +303,14 @@ class Planner:
 
     @property
     def _do_vary(self) -> bool:
-        return self._here.device.type in VARYING_DEVICES and len(self._varied) > MOST_GRAPHS
+        return self._setup.device.type in VARYING_DEVICES and len(self._varied) > MOST_GRAPHS
 
     def _choose_attention(self, plan: SpeedPlan) -> None:
         """Avoid kernels that are prepared for each shape if the collator's batches have many."""
-        here = self._here
+        setup = self._setup
         plan.varied = self._do_vary and not plan.graphed and not plan.widened
         if plan.varied:
-            plan.made_for = here.described()
+            plan.made_for = setup.described()
             plan.note(VARIED, True, "cuDNN's are not used, because they have to be prepared for each new shape")
 
     def _widened(self, plan: SpeedPlan, batches: list[Any]) -> list[Any]:

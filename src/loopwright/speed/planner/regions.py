@@ -11,17 +11,18 @@ from ..compile.blocks import get_ready, repeated_blocks
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import PlannerInputs
 from ..proof.prober import Proof
 from ..proof.region import RegionProver, trial
+from ..training_setup import TrainingSetup
 from .cost import Work, count_work, pays_to_compile
-from .decision import AS_MADE, COMPILED, SpeedPlan
+from .decision import COLLATED, COMPILED, SpeedPlan
 
 REGION = "compiled for these shapes"
 COMPILING_DEVICES = ("cuda",)
 LOOKS = 3
 """Updates whose shapes must be the same before a region is compiled for them."""
 MOST_SHAPES = 2
+"""Most shapes of micro-batches for which a region is compiled."""
 MOST_WIDTHS = 4
 """The same for batches whose targets are padded to a few widths; each is compiled when it first occurs."""
 FASTER = 0.97
@@ -31,8 +32,8 @@ FASTER = 0.97
 class RegionChoice:
     """Collects the shapes of micro-batches, and decides on a region once they repeat."""
 
-    def __init__(self, situation: PlannerInputs) -> None:
-        self._here = situation
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
         self.shapes: set[str] = set()
         """The shapes seen so far, as text, because they are saved with the run."""
         self.looks = 0
@@ -43,21 +44,22 @@ class RegionChoice:
     # ---- when -------------------------------------------------------------------------------------------------------
 
     def look(self, batches: Sequence[Any]) -> None:
-        if self._here.why_not_region is None and len(self.shapes) <= self.most:
+        """Record the shapes of an update's micro-batches."""
+        if self._setup.why_not_region is None and len(self.shapes) <= self.most:
             self.looks += 1
             self.shapes |= {repr(_key(batch)) for batch in batches}
 
     def waits(self, batches: Sequence[Any]) -> bool:
         """Whether more updates are needed to see if shapes repeat."""
-        needed = 1 if self._here.level == "max" else LOOKS
+        needed = 1 if self._setup.level == "max" else LOOKS
         return self._why_not_possible() is None and self.looks < needed and self._pays(batches)
 
     def _why_not_possible(self) -> str | None:
-        here = self._here
-        if here.why_not_region is not None:
-            return here.why_not_region
-        if here.device.type not in COMPILING_DEVICES:
-            return f"{here.device.type} is not compiled for unless torch_compile is set"
+        setup = self._setup
+        if setup.why_not_region is not None:
+            return setup.why_not_region
+        if setup.device.type not in COMPILING_DEVICES:
+            return f"{setup.device.type} is not compiled for unless torch_compile is set"
         if len(self.shapes) > self.most:
             return "micro-batches have many shapes"
         return "batches hold more than tensors and plain values" if repr(None) in self.shapes else None
@@ -66,38 +68,38 @@ class RegionChoice:
 
     def count(self, batches: Sequence[Any]) -> Work | None:
         """The operators of the first micro-batch, counted once; None if its loss cannot be computed apart."""
-        here = self._here
-        is_used = here.on_gpu or here.device.type in COMPILING_DEVICES
+        setup = self._setup
+        is_used = setup.on_gpu or setup.device.type in COMPILING_DEVICES
         if self._work is None and is_used and not self._is_counted:
             self._is_counted = True
             try:
-                with here.sandbox(), here.as_trained():
-                    here.model.train()
-                    self._work = count_work(trial(here, batches[0]), here.device)
+                with setup.sandbox(), setup.as_trained():
+                    setup.model.train()
+                    self._work = count_work(trial(setup, batches[0]), setup.device)
             except Exception:  # user code: training may still succeed
                 self._work = None
         return self._work
 
     def _pays(self, batches: Sequence[Any]) -> bool:
-        here = self._here
-        if here.level == "max":
+        setup = self._setup
+        if setup.level == "max":
             return True
         self.count(batches)
         return self.blocks_pay(len(batches))
 
     def blocks_pay(self, micro_batches: float) -> bool:
         """Whether compiling the repeated blocks pays for what was counted; an update has this many micro-batches."""
-        here, work = self._here, self._work
+        setup, work = self._setup, self._work
         if work is None:
             return False
-        times, repeats = here.updates_left() * micro_batches, max(len(repeated_blocks(here.model)), 1)
-        return pays_to_compile(work, times=times, kind=here.device.type, warm=here.is_warm(), repeats=repeats)
+        times, repeats = setup.updates_left() * micro_batches, max(len(repeated_blocks(setup.model)), 1)
+        return pays_to_compile(work, times=times, kind=setup.device.type, warm=setup.is_warm(), repeats=repeats)
 
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
     def choose(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> Region | None:
         """The region, proved and measured, if there is one; the plan records the choice and its reason."""
-        if self._here.device.type not in COMPILING_DEVICES or plan.layout != AS_MADE:
+        if self._setup.device.type not in COMPILING_DEVICES or plan.layout != COLLATED:
             return None
         found = self._why_not(plan, batches)
         if found is not None:
@@ -118,12 +120,12 @@ class RegionChoice:
         return reason
 
     def _tried(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> tuple[Region | None, str]:
-        here, region = self._here, self._here.region()
-        prover = RegionProver(here, region, in_graph=plan.graphed)
-        here.learn(list(batches))  # what the model is given, such as the number of items, depends on its loss
+        setup, region = self._setup, self._setup.region()
+        prover = RegionProver(setup, region, in_graph=plan.graphed)
+        setup.learn(list(batches))  # what the model is given, such as the number of items, depends on its loss
         proof = self._proved_with_images_last(plan, region, batches) or prover.prove(batches, name=REGION)
         reason = proof.reason
-        if proof.accepted and here.may_measure and not plan.graphed:  # a graph is not bound by the launches timed here
+        if proof.accepted and setup.may_measure and not plan.graphed:  # a graph is not bound by the launches timed here
             reason = self._measured(prover, batches, head, proof.numbers)
         # What was refused here is not compiled in another way either.
         plan.compiled = False
@@ -131,7 +133,7 @@ class RegionChoice:
         if not proof.accepted or reason:
             region.finish()
             return None, reason
-        plan.region, plan.made_for = region.scope, here.described()
+        plan.region, plan.made_for = region.scope, setup.described()
         plan.note(REGION, True, _described(region, proof.numbers), proof.numbers)
         return region, ""
 
@@ -140,10 +142,10 @@ class RegionChoice:
 
         Compiled code decides: as written, kernels between the convolutions hide what the convolutions gain.
         """
-        here = self._here
-        if not plan.graphed or not may_help(here, batches[0]):
+        setup = self._setup
+        if not plan.graphed or not may_help(setup, batches[0]):
             return None
-        prover = RegionProver(here, region, in_graph=True, prepare=images_last)
+        prover = RegionProver(setup, region, in_graph=True, prepare=images_last)
         before = prover.device_seconds(batches, is_compiled=False)
         proof = prover.prove(batches, name=REGION)
         if not proof.accepted:
@@ -151,7 +153,7 @@ class RegionChoice:
             return None
         after = prover.device_seconds(batches, is_compiled=True)
         times = f"{1000 * after:.1f} ms for a compiled micro-batch instead of {1000 * before:.1f} as written"
-        plan.channels_last = after <= FASTER * before or here.level == "max"
+        plan.channels_last = after <= FASTER * before or setup.level == "max"
         plan.note(CHANNELS_LAST, plan.channels_last, times if plan.channels_last else f"they are not faster: {times}")
         return proof if plan.channels_last else None
 
@@ -170,7 +172,7 @@ class RegionChoice:
         before = prover.seconds(batches, with_region=False, around=with_head)
         after = prover.seconds(batches, with_region=True, around=with_head)
         numbers["ms_before"], numbers["ms_compiled"] = 1000 * before, 1000 * after
-        if after <= FASTER * before or self._here.level == "max":
+        if after <= FASTER * before or self._setup.level == "max":
             return ""
         return f"it is not faster: {1000 * after:.1f} ms for a micro-batch instead of {1000 * before:.1f}"
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
 from ..planner.decision import FLAT, SpeedPlan
+from ..training_setup import TrainingSetup
 from .guard import Coverage, Seen
 from .prober import Proof, ProofRefused
 from .prover import NOISE, WHOLE_TOKENS, Prover
@@ -28,14 +28,14 @@ class Verification:
 
     def __init__(
         self,
-        situation: PlannerInputs,
+        setup: TrainingSetup,
         plan: SpeedPlan,
         layout: Layout | None,
         head: PendingHead | None,
         *,
         tell: Callable[[str], None],
     ) -> None:
-        self._here, self._plan, self._layout, self._head, self._tell = situation, plan, layout, head, tell
+        self._setup, self._plan, self._layout, self._head, self._tell = setup, plan, layout, head, tell
         self.coverage = Coverage()
         self.updates = self.audits = self.proofs = self.failures = self.left = 0
         """Updates since planning; compared both ways; proved again; proved different; new and kept as collated."""
@@ -81,7 +81,7 @@ class Verification:
         return proof
 
     def _prover(self) -> Prover:
-        return Prover(self._here, noise=self._plan.number(NOISE))
+        return Prover(self._setup, noise=self._plan.number(NOISE))
 
     # ---- audits -----------------------------------------------------------------------------------------------------
 

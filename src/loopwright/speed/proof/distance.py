@@ -27,9 +27,9 @@ HALF = Tolerance(5e-3, 5e-2, 2.5e-1, 5e-3, 2e-2)
 NOISE_APART = 1.5
 """How far two half-precision gradients may be apart, in units of the rounding error of the normal path."""
 MOST_NOISE = 0.2
-"""Largest rounding error of a gradient, relative to its norm, up to which it says anything about another one."""
+"""Largest rounding error, relative to the gradient's norm, that raises the tolerance: more would prove nothing."""
 COLUMN_FLOOR = 1e-2
-"""The same for a column of an output, as a fraction of that for a parameter: the others may be much larger."""
+"""`Tolerance.floor` for a column of an output, as a fraction of that for a parameter: columns differ more in size."""
 
 PIECE = 1 << 20
 """Numbers of a gradient that are compared at a time."""

@@ -116,7 +116,7 @@ class Reference:
     batches: list[Any]
     outcome: Outcome
     setting: Setting
-    minds_padding: bool = False
+    depends_on_padding: bool = False
     """Whether changing the token in the padding changes the loss."""
 
 
@@ -199,10 +199,10 @@ class Prober:
             refusal = ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}")
             refusal.ran_out = _is_out_of_memory(error)
             raise refusal from error
-        minds_padding = not setting.train and self._minds_padding(batches, setting)
-        return Reference(samples, batches, outcome, setting, minds_padding)
+        depends_on_padding = not setting.train and self._depends_on_padding(batches, setting)
+        return Reference(samples, batches, outcome, setting, depends_on_padding)
 
-    def _minds_padding(self, batches: list[Any], setting: Setting) -> bool:
+    def _depends_on_padding(self, batches: list[Any], setting: Setting) -> bool:
         plain = self._loss(batches, _as_is, setting)
         poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
         return not relative(plain, poisoned) <= setting.tolerance.still
@@ -270,7 +270,7 @@ class Prober:
         tests = (("leak", other_neighbours), ("poison", other_padding))
         asked = proof.accepted and candidate.lay_together is not None and not reference.setting.train
         for test, change in tests if asked else ():
-            if test == "poison" and reference.minds_padding:
+            if test == "poison" and reference.depends_on_padding:
                 continue  # the model detects padding by its token, and layouts do not change it
             moved = self._moved(candidate, reference.setting, *change(reference.samples))
             if moved is not None:

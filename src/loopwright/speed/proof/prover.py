@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import PLACES, Limits, longest_row
 from ..layouts.samples import IGNORED, SOURCE, Samples, few_of
 from ..memory.token_budget import limits_for
 from ..planner.decision import FLAT, IN_ROWS, SpeedPlan
+from ..training_setup import TrainingSetup
 from .distance import half_tolerance
 from .gradients import share_equal
 from .guard import Seen
@@ -47,10 +47,10 @@ class Prover:
     _noise = 0.0
     """The rounding error of the normal path's gradient in half precision, as far as it was measured."""
 
-    def __init__(self, situation: PlannerInputs, *, noise: float = 0.0) -> None:
-        self._here, self._noise = situation, noise
-        self._prober = Prober(situation.model, situation.loss_of, sandbox=situation.sandbox)
-        self._exact = tolerance_of(situation.model)
+    def __init__(self, setup: TrainingSetup, *, noise: float = 0.0) -> None:
+        self._setup, self._noise = setup, noise
+        self._prober = Prober(setup.model, setup.loss_of, sandbox=setup.sandbox)
+        self._exact = tolerance_of(setup.model)
 
     # ---- references -------------------------------------------------------------------------------------------------
 
@@ -63,14 +63,14 @@ class Prover:
     def few(self, samples: Samples, *, train: bool) -> Reference:
         """The normal path on a few samples; raises `ProofRefused` if it cannot be used as a reference."""
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
-        return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
+        return self._prober.reference(chosen, [self._setup.to_device(chosen.padded())], Setting(self._exact, train))
 
     def update(self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True) -> Reference:
         """The normal path on an update in train mode; in smaller batches than the collator's if memory runs out."""
         parts = len(batches)
         while True:
             try:
-                on_device = [self._here.put(batch) for batch in batches]
+                on_device = [self._setup.to_device(batch) for batch in batches]
                 return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
             except ProofRefused as refusal:
                 if not refusal.ran_out or samples is None or parts >= len(samples):
@@ -78,34 +78,34 @@ class Prover:
             # Outside of the handler: the error holds the frames, and with them the memory, of what failed.
             parts = min(2 * parts, len(samples))
             batches = [samples.select(rows).padded() for rows in np.array_split(np.arange(len(samples)), parts)]
-            self._here.free_memory()
+            self._setup.free_memory()
 
     def part(self, samples: Samples, count: int) -> Reference:
         """The normal path on a few samples of an update; `count` varies which samples are chosen."""
         places = (np.arange(PROBE_SAMPLES) * len(samples) // PROBE_SAMPLES + count) % len(samples)
         chosen = samples.select(np.unique(places))
-        return self._prober.reference(chosen, [self._here.put(chosen.padded())], self._setting(), repeats=False)
+        return self._prober.reference(chosen, [self._setup.to_device(chosen.padded())], self._setting(), repeats=False)
 
     def _setting(self) -> Setting:
         """Train mode; on GPUs in the precision of training, in which the update is known to fit into memory."""
-        here = self._here
-        if here.on_gpu and here.computes_half:
-            return Setting(half_tolerance(self._noise), train=True, whole=False, around=here.as_trained)
+        setup = self._setup
+        if setup.on_gpu and setup.computes_half:
+            return Setting(half_tolerance(self._noise), train=True, whole=False, around=setup.as_trained)
         return Setting(self._exact, train=True)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
     def prove_few(self, candidate: Candidate, references: Sequence[Reference]) -> Proof:
         """Compare on a few samples, with every reference, and on GPUs also with half-precision kernels."""
-        here = self._here
+        setup = self._setup
         numbers: dict[str, float] = {}
         for reference in references:
             proof = self._prober.prove(candidate, reference, divided=True)
             numbers = _worst(numbers, proof.numbers)
             if not proof.accepted:
                 return replace(proof, numbers=numbers)
-        if here.on_gpu and here.computes_half:
-            proof = self._prober.prove_in_half(candidate, references[0], here.as_trained)
+        if setup.on_gpu and setup.computes_half:
+            proof = self._prober.prove_in_half(candidate, references[0], setup.as_trained)
             self._noise = max(self._noise, proof.numbers.get(NOISE, 0.0))
         return replace(proof, numbers={**proof.numbers, **numbers})
 
@@ -126,10 +126,10 @@ class Prover:
         """
         samples = reference.samples
         assert samples is not None
-        laid = layout.lay(samples, limits, shifts=self._here.shifts(), fill=plan.fill)
+        laid = layout.lay(samples, limits, shifts=self._setup.shifts(), fill=plan.fill)
         row = longest_row(laid.batches) if plan.layout == FLAT else 0
         seen = Seen.of(samples, row=row)
-        most = min(2 * row, limits.budget) if self._here.on_gpu else 2 * row
+        most = min(2 * row, limits.budget) if self._setup.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
         together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self._sparing(plan))
         if row and (most <= row or self.prove_longer_rows(together, reference, most)):
@@ -142,16 +142,16 @@ class Prover:
 
     def _sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
         """Recomputes whole blocks on GPUs: rows of the token budget, not compiled, would need more than training."""
-        here = self._here
-        is_possible = here.on_gpu and "full" in here.policies and plan.activations == "none" and not here.recomputes
-        return lambda stack: stack.callback(here.recompute("full")) if is_possible else None
+        setup = self._setup
+        is_possible = setup.on_gpu and "full" in setup.policies and plan.activations == "none" and not setup.recomputes
+        return lambda stack: stack.callback(setup.recompute("full")) if is_possible else None
 
     def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
         """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""
         lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
         order = np.argsort(lengths, kind="stable")
-        most = longest_possible(self._here.model)
-        if most is None and self._here.on_gpu:
+        most = longest_possible(self._setup.model)
+        if most is None and self._setup.on_gpu:
             return None  # a position out of range would abort the process on a GPU instead of raising an error
         try:
             long = stretched(samples.select(order[-1:]), STRETCH, most)
@@ -159,7 +159,7 @@ class Prover:
             usual = samples.select(order[len(order) // 2 : len(order) // 2 + 1])
             on_left = not all(axis.is_right_padded for axis in samples.axes.values())
             chosen = joined([long, usual, short], samples.paddings, on_left=on_left)
-            batches = [self._here.put(chosen.padded())]
+            batches = [self._setup.to_device(chosen.padded())]
             reference = self._prober.reference(chosen, batches, self._setting(), repeats=False)
             proof = self._prober.prove(candidate, reference, divided=True)
         except Exception:  # such samples cannot be made or run: real ones will be compared when they occur
@@ -209,8 +209,8 @@ class Prover:
 
         def prepare(batch: Any) -> Any:
             if head is not None:
-                targets = self._here.targets_in(batch)
-                known = targets is not None and knows_count(self._here)
+                targets = self._setup.targets_in(batch)
+                known = targets is not None and knows_count(self._setup)
                 head.count = int(targets) if known else None  # as in training
             return batch if layout is None else layout.for_model(batch)
 
@@ -229,25 +229,25 @@ class Prover:
 
     def limits(self, plan: SpeedPlan, samples: Samples) -> Limits:
         """Size limits of micro-batches, for callers that have only the samples of an update."""
-        return limits_for(plan, self._here, [samples.tensors], samples)
+        return limits_for(plan, self._setup, [samples.tensors], samples)
 
     def _laid(self, plan: SpeedPlan, layout: Layout | None, samples: Samples, limits: Limits) -> list[Any]:
-        here = self._here
+        setup = self._setup
         if layout is None:
-            return [here.put(samples.padded())]
+            return [setup.to_device(samples.padded())]
         widest = max(limits.width, int(samples.axes[SOURCE].width) if SOURCE in samples.axes else 0)
         limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest, spare_rows=1)
-        laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
-        return [here.put(batch) for batch in laid.batches]
+        laid = layout.lay(samples, limits, shifts=setup.shifts(), fill=plan.fill)
+        return [setup.to_device(batch) for batch in laid.batches]
 
 
-def knows_count(here: PlannerInputs) -> bool:
+def knows_count(setup: TrainingSetup) -> bool:
     """Whether the first loss a model computes is certain to be that of the unchanged labels of the batch."""
-    model = here.model
+    model = setup.model
     if type(model).__module__.startswith("peft."):
         model = model.get_base_model()
     own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
-    return here.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
+    return setup.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
 
 
 _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)

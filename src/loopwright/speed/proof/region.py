@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.contexts import any_wait_is_fine, autocast_without_cache
-from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
+from ..training_setup import TrainingSetup
 from .distance import HALF
 from .prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_of
 
@@ -36,22 +36,22 @@ class RegionProver:
 
     def __init__(
         self,
-        situation: PlannerInputs,
+        setup: TrainingSetup,
         region: Region,
         *,
         in_graph: bool,
         prepare: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
-        self._here, self._region = situation, region
+        self._setup, self._region = setup, region
         self._prepare = prepare
         """Converts a micro-batch on the device to what the region gets."""
-        self._prober = Prober(situation.model, situation.loss_of, sandbox=lambda: situation.sandbox_compiled())
-        tolerance = HALF if situation.computes_half else tolerance_of(situation.model)
+        self._prober = Prober(setup.model, setup.loss_of, sandbox=lambda: setup.sandbox_compiled())
+        tolerance = HALF if setup.computes_half else tolerance_of(setup.model)
 
         @contextmanager
         def as_trained() -> Iterator[None]:
             # Compiled code depends on autocast's cache, which is off in a graph.
-            with autocast_without_cache() if in_graph else nullcontext(), situation.as_trained():
+            with autocast_without_cache() if in_graph else nullcontext(), setup.as_trained():
                 yield
 
         # Both draw the same random numbers, so that the code compared is the code used.
@@ -59,9 +59,9 @@ class RegionProver:
 
     def prove(self, batches: Sequence[Any], *, name: str) -> Proof:
         """Compare loss, gradients and state of an update; new shapes are compiled."""
-        here, region = self._here, self._region
-        given = [here.put(batch) for batch in batches]
-        reduced = [self._prepare(here.put(region_inputs(batch, region))) for batch in batches]
+        setup, region = self._setup, self._region
+        given = [setup.to_device(batch) for batch in batches]
+        reduced = [self._prepare(setup.to_device(region_inputs(batch, region))) for batch in batches]
         try:
             with any_wait_is_fine(), region.installed(False):
                 reference = self._prober.reference(None, given, self._setting, repeats=False)
@@ -83,26 +83,26 @@ class RegionProver:
     def seconds(self, batches: Sequence[Any], *, with_region: bool, around: Callable[[], Any] = nullcontext) -> float:
         """Seconds of forward and backward of the first micro-batch, measured."""
         batch = region_inputs(batches[0], self._region) if with_region else batches[0]
-        run = trial(self._here, batch)
+        run = trial(self._setup, batch)
         with any_wait_is_fine(), self._region.installed(with_region), around(), self._prober.quiet(self._setting):
             run()
-            return min(_seconds(run, self._here.device) for _ in range(RUNS))  # others may use host and device too
+            return min(_seconds(run, self._setup.device) for _ in range(RUNS))  # others may use host and device too
 
     def device_seconds(self, batches: Sequence[Any], *, is_compiled: bool) -> float:
         """Seconds of the device for the first micro-batch, as written or prepared and compiled, launches left out."""
         batch = region_inputs(batches[0], self._region) if is_compiled else batches[0]
-        run = trial(self._here, batch, self._prepare if is_compiled else lambda each: each)
+        run = trial(self._setup, batch, self._prepare if is_compiled else lambda each: each)
         with any_wait_is_fine(), self._region.installed(is_compiled), self._prober.quiet(self._setting):
             run()
-            return min(_device_seconds(run, self._here.device) for _ in range(RUNS))
+            return min(_device_seconds(run, self._setup.device) for _ in range(RUNS))
 
 
 def trial(
-    here: PlannerInputs, batch: Any, prepare: Callable[[Any], Any] = lambda batch: batch
+    setup: TrainingSetup, batch: Any, prepare: Callable[[Any], Any] = lambda batch: batch
 ) -> Callable[[], None]:
     """A function that computes the loss of a micro-batch and its gradients, and keeps neither."""
-    parameters = [p for p in here.model.parameters() if p.requires_grad]
-    given = prepare(here.put(batch))
+    parameters = [p for p in setup.model.parameters() if p.requires_grad]
+    given = prepare(setup.to_device(batch))
 
     def backward(loss: Tensor | None, factor: Any = None) -> None:
         if loss is not None:
@@ -110,7 +110,7 @@ def trial(
 
     def run() -> None:
         with torch.enable_grad():
-            here.loss_of([given], lambda each: each, backward)
+            setup.loss_of([given], lambda each: each, backward)
 
     return run
 

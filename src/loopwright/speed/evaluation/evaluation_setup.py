@@ -1,4 +1,4 @@
-"""Inputs of the plan of an evaluation."""
+"""What the plan of an evaluation is made from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ..inputs import PlannerInputs
+from ..training_setup import TrainingSetup
 
 
 class Forward(NamedTuple):
@@ -19,8 +19,8 @@ class Forward(NamedTuple):
 
 
 @dataclass
-class EvaluationInputs(PlannerInputs):
-    """What an evaluation computes, besides the inputs that it shares with training."""
+class EvaluationSetup(TrainingSetup):
+    """The setup of training, and what an evaluation computes."""
 
     forward_of: Callable[[Any, int], Forward] = lambda inputs, samples: Forward(None, 0, ())
     """Forward of inputs that hold this many samples, without gradients and without autocast."""
@@ -28,6 +28,6 @@ class EvaluationInputs(PlannerInputs):
     """Whether outputs are kept, for predictions or metrics, instead of the loss alone."""
 
     @classmethod
-    def of(cls, training: PlannerInputs, **changes: Any) -> EvaluationInputs:
-        """The inputs of training with changes."""
+    def of(cls, training: TrainingSetup, **changes: Any) -> EvaluationSetup:
+        """The setup of training with changes."""
         return cls(**{**{each.name: getattr(training, each.name) for each in fields(training)}, **changes})

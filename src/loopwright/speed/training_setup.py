@@ -1,4 +1,4 @@
-"""Inputs of the planner; this package must not import the trainer."""
+"""What planner, proofs and engine get from the trainer, which this package must not import."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .proof.prober import LossOf
 
 
 @dataclass
-class PlannerInputs:
-    """The model, its loss, its device, and the user's settings."""
+class TrainingSetup:
+    """The model that is trained, its loss, its device, and the user's settings."""
 
     model: nn.Module
     """The trained model, without the wrappers of compilation and parallelism."""
@@ -24,7 +24,7 @@ class PlannerInputs:
     level: str
     """"off", "auto" or "max"."""
     loss_of: LossOf
-    put: Callable[[Any], Any]
+    to_device: Callable[[Any], Any]
     """Copies a batch to the device."""
     sandbox: Callable[[], AbstractContextManager[Any]]
     """Context that restores random states and buffers at exit."""
@@ -73,8 +73,8 @@ class PlannerInputs:
     """Counts the targets of an update again after its micro-batches were replaced."""
     user_hook: Callable[[], str | None] = lambda: None
     """Name of a module with a hook of the user; None if there is none."""
-    wants_look: Callable[[list[Any]], bool] = lambda batches: False
-    """Whether these batches may show more about the loss than earlier ones."""
+    wants_test: Callable[[list[Any]], bool] = lambda batches: False
+    """Whether to test the loss on these batches, because they may show more about it than earlier ones."""
     recomputes: bool = False
     """Whether the user has already enabled activation recomputation."""
     graph: Callable[[], Any] | None = None
