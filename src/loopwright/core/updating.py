@@ -39,11 +39,11 @@ class Updating(LoopActions):
             self.changes.follow_overrides()
             if (found or self.run.snapshot is None) and self.may_be_undone():
                 self.run.snapshot = self.strategy.snapshot()
-            asked = clock()
-            if asked >= ledger.due:
+            waiting_since = clock()
+            if waiting_since >= ledger.due:
                 self.keep_time()
             micro_batches = self.data.next_batches(batches)
-            pace.last_wait = clock() - asked
+            pace.last_wait = clock() - waiting_since
             pace.waited += pace.last_wait
             if self.is_alone:
                 if not micro_batches:
@@ -140,13 +140,13 @@ class Updating(LoopActions):
         events.fire("on_pre_optimizer_step")
         self._follow_optimizer(is_clipped=True)
         try:
-            moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
+            stepped = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         except Exception as error:  # the optimizer may be the user's; re-raised with a note
             add_note(error, f"the step of the optimizer {type(self.trainer.optimizer).__name__}", when=self.moment(1))
             raise
         events.fire("on_optimizer_step")
         self.run.learning_rate = self.trainer._get_learning_rate()
-        if moved and not self.run.schedule_follows_metric:
+        if stepped and not self.run.schedule_follows_metric:
             try:
                 self.trainer.lr_scheduler.step()
             except Exception as error:  # the schedule may be the user's; re-raised with a note
@@ -154,7 +154,7 @@ class Updating(LoopActions):
                 add_note(error, f"the step of the schedule {name}", when=self.moment(1))
                 raise
         # A step skipped by loss scaling has an overflowed norm.
-        self.run.meter.add(loss, norm if moved else None, self.run.named)
+        self.run.meter.add(loss, norm if stepped else None, self.run.named)
         self.run.named = None
         strategy.zero_grad()
 

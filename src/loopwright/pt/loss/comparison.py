@@ -43,7 +43,7 @@ class Equation:
     batches: list[Any]
 
     @property
-    def tells(self) -> bool:
+    def is_informative(self) -> bool:
         """Whether it is informative: a loss of zero without a gradient fits every denominator."""
         gradient = self.whole.gradient
         moves = gradient is not None and bool(gradient.any())
@@ -93,14 +93,14 @@ class Finding:
 
     rivals: tuple[Denominator, ...] = ()
     """Denominators that fit; several if the batch does not distinguish them."""
-    tells: bool = True
+    is_informative: bool = True
     draws: bool = False
     """Whether the loss changes with the seed."""
     counts_empty: bool = False
     """Whether a part without items had a loss."""
 
 
-def look(
+def find_denominators(
     probe: LossProbe,
     pieces: Pieces,
     wanted: list[Denominator],
@@ -121,9 +121,9 @@ def look(
     for batch, parts in pieces:
         first = whole if batch is pieces[0][0] else probe.measure(batch, items_of(batch))
         equations.append(Equation(first, [probe.measure(part, items_of(part)) for part in parts], parts))
-    equations = [equation for equation in equations if equation.tells]
+    equations = [equation for equation in equations if equation.is_informative]
     if not equations:
-        return Finding(tuple(wanted), tells=False)
+        return Finding(tuple(wanted), is_informative=False)
     fitting = [by for by in wanted if all(each.fits(by, label_names, probe) for each in equations)]
     empty = any(each.has_loss_without_items(label_names) for each in equations)
     return Finding(tuple(fitting), counts_empty=empty)
@@ -132,12 +132,12 @@ def look(
 def fitting_all(
     probe: LossProbe,
     pieces: tuple[Any, list[Any]],
-    believed: tuple[Denominator, ...],
+    assumed: tuple[Denominator, ...],
     *,
     label_names: list[str],
     items_of: Callable[[Any], Any],
 ) -> tuple[Denominator, ...]:
-    """Those of the believed denominators that fit a batch and its parts; all of them if it is not informative.
+    """Those of the assumed denominators that fit a batch and its parts; all of them if it is not informative.
 
     This takes the precision of training, and no gradients, and so no more memory than training.
     """
@@ -147,11 +147,11 @@ def fitting_all(
             with probe.as_trained(keeps_graph=keeps_graph), probe.trying():
                 found = [probe.measure(each, items_of(each), with_gradient=False) for each in (whole, *parts)]
                 equation = Equation(found[0], found[1:], parts)
-                fitting = tuple(by for by in believed if equation.fits(by, label_names, probe))
-            return fitting if equation.tells else believed
+                fitting = tuple(by for by in assumed if equation.fits(by, label_names, probe))
+            return fitting if equation.is_informative else assumed
         except Exception:  # any error of the user's loss: what is known stays
             continue
-    return believed
+    return assumed
 
 
 def pieces_of(

@@ -11,8 +11,8 @@ from . import messages as notices
 from .comparison import (
     Finding,
     Pieces,
+    find_denominators,
     fitting_all,
-    look,
     may_be_ignored,
     padding_is_neutral,
     part_of,
@@ -30,7 +30,7 @@ LOOKS = 16  # most tests of a loss; after that, the first assumptions are kept
 
 
 class LossFindings:
-    """Holds or infers the properties of a loss; unknown ones are assumed, with a warning."""
+    """The properties of a loss, given or inferred; unknown ones are assumed, with a warning."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LossFindings:
         shift: bool | None = None,
         kind: LossKind | None = None,
         wants_items: bool = False,
-        tells_items: bool = True,
+        accepts_items: bool = True,
         is_trusted: bool = False,
         padding: int | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class LossFindings:
         self.kind = kind
         self.wants_items = wants_items
         """Whether num_items_in_batch is passed even if an update is one micro-batch."""
-        self.tells_items = tells_items
+        self.accepts_items = accepts_items
         """Whether the loss accepts num_items_in_batch at all."""
         self.is_trusted = is_trusted
         """Whether a loss scaled by the items is a library's and needs no further test."""
@@ -204,19 +204,19 @@ class LossFindings:
         """Whether what half of the samples showed fits all of them: losses may choose samples, or count to a limit."""
         if not self.is_additive or (self.kind is LossKind.SCALED and self.is_trusted):
             return True  # nothing was concluded, or nothing was compared
-        found = self._believed()
+        found = self._assumed_denominators()
         try:
             pieces = self._pieces([rows_of(batch, self.label_names) for batch in batches[:2]], probe, splitter)
         except Exception:  # an error of the user's loss, or a batch that cannot be split: what is known stays
             return True
         for each in pieces:
-            items_of = self._items_told(each[0])
+            items_of = self._items_passed(each[0])
             found = fitting_all(probe, each, found, label_names=self.label_names, items_of=items_of)
         if len(self.rivals) > 1 and found:
             self.rivals = found
         return bool(found)
 
-    def _believed(self) -> tuple[Denominator, ...]:
+    def _assumed_denominators(self) -> tuple[Denominator, ...]:
         """The denominators of a loss that has been compared."""
         if self.kind in (LossKind.SCALED, LossKind.SUM):
             return (Denominator(NOTHING),)
@@ -231,7 +231,8 @@ class LossFindings:
                 with probe.trying():
                     self._learn(batches, probe)
                     if self._wants_comparison():
-                        self._look([rows_of(batch, self.label_names) for batch in whole], probe, splitter)
+                        rows = [rows_of(batch, self.label_names) for batch in whole]
+                        self._compare_with_parts(rows, probe, splitter)
                 return None
             except Exception as error:  # a user's loss may raise anything: the error is the result
                 if not is_out_of_memory(error) or count_samples(batches[0]) == 1:
@@ -262,7 +263,7 @@ class LossFindings:
     def _form(self, inputs: Any, probe: LossProbe) -> LossKind | None:
         items = self.items_in(inputs)
         items = int(items if items is not None else count_samples(inputs)) or 1
-        if self.tells_items:
+        if self.accepts_items:
             return probe.kind(inputs, items)
         found = probe.measure(inputs, items)
         if found.count is not None:
@@ -286,21 +287,21 @@ class LossFindings:
             return True
         return False
 
-    def _look(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
+    def _compare_with_parts(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
         """Compare the loss of a batch with those of its parts, in training mode or, after a failure, in eval mode."""
         try:
             pieces = self._pieces(batches, probe, splitter)
         except CannotSplit as reason:
             self.reason = f"the loss could not be compared with the losses of parts of the batch: {reason}"
-            self._say_what_is_believed(batches)
+            self._warn_about_assumption(batches)
             return
         is_first = self.is_additive is None
         found, error = self._compared(pieces, probe, training=None)
         if found is not None and found.rivals:
-            if found.tells:
+            if found.is_informative:
                 self._take(found)
                 if is_first:
-                    self._look_at_padding(batches, probe)
+                    self._check_padding(batches, probe)
             return
         quiet, _ = self._compared(pieces, probe, training=False)
         self._take_without_training(quiet, found, error)
@@ -308,7 +309,7 @@ class LossFindings:
     def _pieces(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> Pieces:
         """Batches with their parts; joined batches are padded if that changes nothing, otherwise truncated."""
         rivals = self.rivals if len(self.rivals) > 1 else (Denominator(shifted=self.shifts), Denominator(SAMPLES))
-        make = partial(pieces_of, self._telling_first(batches), splitter, self.label_names, rivals=rivals)
+        make = partial(pieces_of, self._informative_first(batches), splitter, self.label_names, rivals=rivals)
         if self.may_pad_labels or may_be_ignored(batches, self.label_names):
             pad_token = self._padding or 0
             pieces = make(may_ignore=True, pad_token=pad_token)
@@ -320,10 +321,10 @@ class LossFindings:
                 return pieces
         return make(may_ignore=False, pad_token=0)
 
-    def _telling_first(self, batches: list[Any]) -> list[Any]:
+    def _informative_first(self, batches: list[Any]) -> list[Any]:
         """The micro-batches, starting with one that the possible denominators weight differently, if there is one."""
-        telling = next((batch for batch in batches if self.disagrees([batch])), None)
-        return batches if telling is None else [telling, *(batch for batch in batches if batch is not telling)]
+        first = next((batch for batch in batches if self.disagrees([batch])), None)
+        return batches if first is None else [first, *(batch for batch in batches if batch is not first)]
 
     def _compared(
         self, pieces: Pieces, probe: LossProbe, training: bool | None
@@ -331,24 +332,24 @@ class LossFindings:
         """The result of a comparison, or its error: a model may not accept a part of a batch."""
         try:
             with probe.trying(training=training):
-                return self._looked(pieces, probe), None
+                return self._find_denominators(pieces, probe), None
         except Exception as error:  # the caller interprets an error of the user's loss
             if is_out_of_memory(error):
                 raise
             return None, error
 
-    def _looked(self, pieces: Pieces, probe: LossProbe) -> Finding:
+    def _find_denominators(self, pieces: Pieces, probe: LossProbe) -> Finding:
         whole = pieces[0][0]
-        wanted, items_of = [Denominator(NOTHING)], self._items_told(whole)
+        wanted, items_of = [Denominator(NOTHING)], self._items_passed(whole)
         if self.kind is LossKind.MIXED:
             wanted = [Denominator(shifted=self.shifts)]
         elif self.kind not in (LossKind.SCALED, LossKind.SUM):
             wanted = list(self.rivals) if len(self.rivals) > 1 else self._candidates(whole)
-        return look(
+        return find_denominators(
             probe, pieces, wanted, label_names=self.label_names, items_of=items_of, check_seed=len(self.rivals) < 2
         )
 
-    def _items_told(self, whole: Any) -> Callable[[Any], Any]:
+    def _items_passed(self, whole: Any) -> Callable[[Any], Any]:
         """The num_items_in_batch of a batch and of its parts: a loss that divides by it gets that of the whole."""
         if self.kind is not LossKind.SCALED:
             return self.items_in
@@ -359,7 +360,7 @@ class LossFindings:
         shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)
         return candidates(batch, self.label_names, shifts=shifts, padding=self._padding)
 
-    def _look_at_padding(self, batches: list[Any], probe: LossProbe) -> None:
+    def _check_padding(self, batches: list[Any], probe: LossProbe) -> None:
         """Check whether an additive loss counts padding, which differs between micro-batches."""
         if not (self.may_pad_labels or may_be_ignored(batches, self.label_names)):
             return
@@ -390,8 +391,8 @@ class LossFindings:
     def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
         """Adopt the result of evaluation mode, because in training nothing fits or the comparison failed."""
         weighed = self.kind not in (LossKind.SCALED, LossKind.SUM, LossKind.MIXED) and not self.is_claimed
-        fits = quiet is not None and quiet.tells and bool(quiet.rivals)
-        compared = [each for each in (quiet, found) if each is not None and each.tells and not each.draws]
+        fits = quiet is not None and quiet.is_informative and bool(quiet.rivals)
+        compared = [each for each in (quiet, found) if each is not None and each.is_informative and not each.draws]
         if weighed and not fits and any(each.counts_empty for each in compared):
             return self.sees_loss_without_items()
         self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
@@ -411,7 +412,7 @@ class LossFindings:
         elif not fits:
             self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
-    def _say_what_is_believed(self, batches: list[Any]) -> None:
+    def _warn_about_assumption(self, batches: list[Any]) -> None:
         """Warn about an assumption if the alternative would weight these micro-batches differently."""
         if self.kind not in (LossKind.MEAN, None) or self.rivals:
             return

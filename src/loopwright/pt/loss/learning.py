@@ -65,7 +65,7 @@ class LossLearning(TorchPart, LossPart):
             shift=predicts_next_token(self.model) if known else None,
             kind=kind,
             wants_items=has_custom_step or (loss_function is not None and accepts(loss_function, "num_items_in_batch")),
-            tells_items=self.trainer.model_accepts_loss_kwargs
+            accepts_items=self.trainer.model_accepts_loss_kwargs
             or (loss_function is not None and accepts(loss_function, "num_items_in_batch")),
             is_trusted=is_of_transformers or (self.trainer.label_smoother is not None and not has_custom_loss),
             padding=self.internals.data.padding_token(),
@@ -225,7 +225,7 @@ class LossLearning(TorchPart, LossPart):
                 self.trainer.label_names,
                 guessed_shift=own.shifts,
                 shift=None if own.undecided_shift else own.shifts,
-                tells_items=own.tells_items,
+                accepts_items=own.accepts_items,
                 is_trusted=own.is_trusted,
                 padding=self.internals.data.padding_token(),
             )
