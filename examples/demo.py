@@ -100,7 +100,7 @@ class TinyGPT(nn.Module):
 
     @torch.no_grad()
     def write(self, prompt: str, length: int, temperature: float = 0.7) -> str:
-        """Go on from a prompt, one byte at a time."""
+        """Continue a prompt, one byte at a time."""
         self.eval()
         device = self.head.weight.device
         text = torch.tensor([list(prompt.encode())], device=device)

@@ -300,7 +300,7 @@ for kind in (torch.bfloat16, torch.float32, torch.bool, torch.uint8):
 
 
 def counted(owner: Any, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """A warm-up by a counter on whoever asks for the loss."""
+    """A warm-up by a counter on the object that computes the loss."""
     owner.asked = getattr(owner, "asked", 0) + 1
     total, count = tokens(owner, model, batch)
     return total * (1 + 0.1 * owner.asked), count

@@ -1,4 +1,4 @@
-"""What a user changes while a run goes on: parameters, modes, optimizer, accumulation, numbers, losses."""
+"""What a user changes while a run trains: parameters, modes, optimizer, accumulation, numbers, losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test of this folder runs under: doubles stay doubles, and accelerations are believed to pay."""
+"""Fixtures of this folder: double precision stays double, and accelerations are estimated to pay off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss is a mean over: its items, its samples, nothing, or something that only its author knows."""
+"""What a loss is a mean over: its items, its samples, nothing, or something else."""
 
 from __future__ import annotations
 

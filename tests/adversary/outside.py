@@ -1,4 +1,4 @@
-"""What lies outside the kept tokens, and tensors whose rows are no samples, or only now and then."""
+"""Values outside the kept tokens, and tensors whose rows are not samples, or only in some batches."""
 
 from __future__ import annotations
 

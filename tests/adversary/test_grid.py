@@ -1,4 +1,4 @@
-"""Any losses, models, data, callbacks and hooks: at every speed, however an update is cut, resumed or not."""
+"""Any losses, models, data, callbacks and hooks: at every speed, for any split of an update, resumed or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is resumed goes on as a loop by hand would, also when something else was changed in between."""
+"""A resumed run continues as a hand-written loop would, also when something else was changed in between."""
 
 from __future__ import annotations
 

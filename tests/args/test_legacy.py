@@ -1,4 +1,4 @@
-"""Old names: each works, says so once, and leaves no trace but the new argument."""
+"""Old names: each works, warns once, and sets the new argument only."""
 
 from __future__ import annotations
 

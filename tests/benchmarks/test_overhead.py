@@ -1,4 +1,4 @@
-"""The trainer makes no more calls than a hand-written loop, whatever the size of the model."""
+"""The trainer makes no more calls than a hand-written loop, for any size of the model."""
 
 from __future__ import annotations
 

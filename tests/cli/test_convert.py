@@ -1,4 +1,4 @@
-"""`loopwright convert`: checkpoints go on in transformers, and those of Lightning here."""
+"""`loopwright convert`: transformers resumes the converted checkpoints, and loopwright those of Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch and Keras: an interrupted run goes on by the same command, and on_save finds the checkpoint."""
+"""PyTorch and Keras: an interrupted run is resumed by the same command, and on_save finds the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed, signalled or told to stop, a run that goes on ends as the run nobody touched, to the last bit."""
+"""A run that is killed, gets a signal or is stopped, and resumes, ends bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 

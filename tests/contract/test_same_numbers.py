@@ -1,4 +1,4 @@
-"""Numbers that must not depend on how a batch is cut up, nor on the framework that computes them."""
+"""Numbers that must not depend on how a batch is split, nor on the framework that computes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow run in a process of its own: goes on where an earlier one was stopped, and prints what it comes to.
+"""A slow run in its own process: resumes where an earlier one was stopped, and prints its result.
 
     python -m tests.core.numpy_child FOLDER [--twice]
 

@@ -1,4 +1,4 @@
-"""Errors of the disk, in whatever exception they come, on one rank and on two."""
+"""Errors of the disk, as any exception, on one rank and on two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluation loop: exact loss, and only what was asked for."""
+"""The evaluation loop: the exact loss, and only what was requested."""
 
 from __future__ import annotations
 

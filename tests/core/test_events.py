@@ -1,4 +1,4 @@
-"""The sixteen events and who hears them."""
+"""The sixteen events, and which callbacks are called."""
 
 from __future__ import annotations
 

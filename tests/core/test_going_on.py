@@ -1,4 +1,4 @@
-"""An interrupted run goes on by the same command; one that ended or failed does not. Real processes and signals."""
+"""An interrupted run is resumed by the same command; one that ended or failed is not. Real processes and signals."""
 
 from __future__ import annotations
 

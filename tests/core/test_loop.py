@@ -1,4 +1,4 @@
-"""The loop on a model of numpy: order of events, which sample comes when, what callbacks ask for, what it costs."""
+"""The loop on a model of numpy: order of events and samples, requests of callbacks, and the cost of an update."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_an_optimizer_that_is_assigned_takes_the_next_step(output_dir: str) -> N
 
 
 class CountingVerbs:
-    """Stands before a strategy and counts the calls of its verbs."""
+    """Wraps a strategy and counts the calls of its methods."""
 
     def __init__(self, strategy: Any) -> None:
         self.__dict__.update(_strategy=strategy, calls=Counter[str]())

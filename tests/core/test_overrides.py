@@ -1,4 +1,4 @@
-"""Calling a user's method with what it accepts, and refusing what nobody would call."""
+"""Calling a user's method with what it accepts, and refusing overrides that are never called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State, progress and control: what travels with a checkpoint."""
+"""State, progress and control: what is saved in a checkpoint."""
 
 from __future__ import annotations
 

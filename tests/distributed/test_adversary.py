@@ -1,4 +1,4 @@
-"""Cases of the adversary on two processes: an update is what it is by hand, whoever has which of its samples."""
+"""Adversarial cases on two processes: an update equals that of a hand-written loop, for any split across ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One epoch on 1, 2, 4 and again 1 process, ended in between: every sample once, and the result tells nothing of it."""
+"""One epoch on 1, 2, 4 and again 1 process: every sample is used once, and the result is that of one process."""
 
 from __future__ import annotations
 

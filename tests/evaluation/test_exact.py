@@ -1,4 +1,4 @@
-"""The numbers of an evaluation are those of the whole set, whatever the batches are."""
+"""The numbers of an evaluation are those of the whole set, for any batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation keeps does not grow with the data, unless somebody asks for predictions."""
+"""What an evaluation keeps does not grow with the data, unless predictions are requested."""
 
 from __future__ import annotations
 

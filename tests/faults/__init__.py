@@ -1,1 +1,1 @@
-"""Training processes that are killed, filled up, damaged and signalled, and what is left of them."""
+"""Training under faults: kills, full disks, damaged files and signals."""

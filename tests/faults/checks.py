@@ -1,4 +1,4 @@
-"""What must hold after a run was interrupted and went on."""
+"""What must hold after a run was interrupted and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forking server, and the runs nobody interrupts."""
+"""The forking server, and the uninterrupted runs to compare with."""
 
 from __future__ import annotations
 

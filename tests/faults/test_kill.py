@@ -1,4 +1,4 @@
-"""SIGKILL between any two file operations, and at any moment: the run that goes on ends as if nothing had happened."""
+"""SIGKILL between any two file operations, and at any moment: the resumed run ends as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on at step 1,000,000: no sample is touched on the way there."""
+"""Resuming at step 1,000,000: no earlier sample is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints go: by the step in the manifest, whatever names, clocks and other runs say."""
+"""Which checkpoints are removed: by the step in the manifest, not by names, clocks or other runs."""
 
 from __future__ import annotations
 

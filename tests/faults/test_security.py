@@ -1,4 +1,4 @@
-"""Loading a checkpoint runs no code, whatever its files hold."""
+"""Loading a checkpoint runs no code, with any content of its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals in real processes: one more checkpoint, exit code 75, and the run that goes on is the one nobody stopped."""
+"""Signals in real processes: one more checkpoint, exit code 75, and the resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 

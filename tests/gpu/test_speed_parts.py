@@ -1,4 +1,4 @@
-"""The parts of the speed room that only a GPU can show.
+"""The parts of `speed/` that need a GPU.
 
 Also runs without pytest: `python tests/gpu/test_speed_parts.py`. Words after the name choose tests; each prints
 what it measured, and a failure does not stop the others.

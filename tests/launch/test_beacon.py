@@ -1,4 +1,4 @@
-"""Where a process stands is read off its stack; whoever is behind is late; a standstill and a failure are told."""
+"""The position of a rank is read from its stack; a rank that is behind is late; hangs and failures are reported."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_elastic_jobs_may_restart_and_others_may_not():
 
 
 def test_what_an_operator_has_set_stays(monkeypatch):
-    """Kubeflow tells torchrun the job through PET_ variables; our defaults stand back."""
+    """Kubeflow describes the job to torchrun in PET_ variables, which override loopwright's defaults."""
     job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_RDZV_ENDPOINT": "head:1234", "PET_RDZV_ID": "abc"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)

@@ -70,7 +70,7 @@ def test_a_script_runs_on_ray(how, code, ray_folder, tmp_path):
 @needs_ray
 @pytest.mark.grid
 def test_a_trainer_on_ray_survives_a_killed_worker(ray_folder, tmp_path):
-    """Ray starts the workers again; the run goes on from its last checkpoint and ends like the undisturbed one."""
+    """Ray starts the workers again; the run resumes from its last checkpoint and ends like the undisturbed one."""
     run = tmp_path / "run"
     reference = undisturbed(str(tmp_path / "undisturbed"))
     words = ["--ray", "2", "--ray-storage", str(tmp_path / "ray"), TRAIN, "--output", str(run), "--seconds", "0.3"]

@@ -1,4 +1,4 @@
-"""Processes that start again on an old store agree on a new name, whatever is left in it and whoever comes first."""
+"""Processes that start again on an old store agree on a new name, with any entries left in it and in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a device torch knows nothing of, everything is as on the CPU, to the last bit."""
+"""A device that is not part of torch gives the results of the CPU, to the last bit."""
 
 from __future__ import annotations
 

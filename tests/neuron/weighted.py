@@ -1,4 +1,4 @@
-"""The override everybody writes first, as they write it; run on the native test device and on real XLA."""
+"""The most common override of `compute_loss`, with class weights; run on the native test device and on real XLA."""
 
 from __future__ import annotations
 

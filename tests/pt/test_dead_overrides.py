@@ -1,4 +1,4 @@
-"""The trainer refuses overrides nobody would call, and has no method it tells others not to override."""
+"""The trainer refuses overrides that are never called, and has no method of their names."""
 
 from __future__ import annotations
 

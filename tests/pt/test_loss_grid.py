@@ -1,4 +1,4 @@
-"""What an update learns does not depend on how its samples are cut into micro-batches: fp64 gradients to 1e-10."""
+"""Gradients of an update do not depend on how its samples are split into micro-batches: equal to 1e-10 in fp64."""
 
 from __future__ import annotations
 

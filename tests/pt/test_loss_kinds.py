@@ -1,4 +1,4 @@
-"""Whatever a loss is the mean of, an update does not depend on how it is cut; what cannot be so is said."""
+"""An update does not depend on how it is split, for every kind of loss; where that is impossible, it warns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named values of a loss: means over targets, micro-batches, ranks and log intervals, whatever their denominator."""
+"""Named values of a loss: means over targets, micro-batches, ranks and log intervals, with any denominator."""
 
 from __future__ import annotations
 

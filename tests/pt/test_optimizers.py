@@ -1,4 +1,4 @@
-"""Optimizers by name, the decay groups, loopwright's own Adafactor and Muon, and what is said when one is not there."""
+"""Optimizers by name, the decay groups, loopwright's own Adafactor and Muon, and the error if one is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run started again in its folder, and a run that goes on with other arguments: what is kept, and what is said."""
+"""Runs started again in their folder or resumed with other arguments: what is kept, and what is reported."""
 
 from __future__ import annotations
 

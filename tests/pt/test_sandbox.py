@@ -1,4 +1,4 @@
-"""Whatever is tried out in a sandbox, nobody can tell afterwards."""
+"""Computations in a sandbox leave no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduler objects set the learning rates transformers' would, for every group, and go on exactly after a reload."""
+"""Scheduler objects set the learning rates of transformers, for every group, and continue exactly after a reload."""
 
 from __future__ import annotations
 

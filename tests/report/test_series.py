@@ -1,4 +1,4 @@
-"""Curves keep their extremes, whatever their length; metrics.jsonl is followed piece by piece."""
+"""Curves of any length keep their extremes; metrics.jsonl is read piece by piece while it grows."""
 
 from __future__ import annotations
 

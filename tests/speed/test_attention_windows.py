@@ -1,4 +1,4 @@
-"""Models that put more than padding into their masks: rows of documents keep it, or batches stay as they were made."""
+"""Models that put more than padding into their masks: rows of documents keep it, or the collator's batches are kept."""
 
 from __future__ import annotations
 

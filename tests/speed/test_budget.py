@@ -1,4 +1,4 @@
-"""The token budget: from the size of the device alone, never above what fits, the same when a run goes on."""
+"""The token budget: from the size of the device alone, never above what fits, the same after resuming."""
 
 from __future__ import annotations
 

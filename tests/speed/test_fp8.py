@@ -1,4 +1,4 @@
-"""Linear layers in fp8: numbers against dequantised products, which layers are changed, and who may ask."""
+"""Linear layers in fp8: numbers against dequantised products, which layers are changed, and on which devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is cut away is padding, and what no proof has seen is noticed."""
+"""Only padding is removed, and inputs that no proof covers are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts inside a trainer: when they are tried, what switches them off, and that a run goes on exactly."""
+"""Layouts inside a trainer: when they are tested, what switches them off, and exact resume."""
 
 from __future__ import annotations
 

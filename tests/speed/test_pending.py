@@ -1,4 +1,4 @@
-"""Logits that wait to be asked for: the loss without them is the model's own, and asking for them always works."""
+"""Logits that are computed when they are read: the loss without them is the model's own, and reading always works."""
 
 from __future__ import annotations
 

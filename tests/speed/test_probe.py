@@ -1,4 +1,4 @@
-"""The proof itself: what is wrong on purpose must be refused, whatever it is that is wrong."""
+"""The proof itself: candidates that are wrong on purpose must be refused."""
 
 from __future__ import annotations
 

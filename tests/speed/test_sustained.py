@@ -1,4 +1,4 @@
-"""MFU relative to matrix products that were measured: only when asked for, named as such, and without side effects."""
+"""MFU relative to measured matrix products: only on request, under its own name, and without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets filled up to a few widths: the same update, or refused."""
+"""Targets padded to a few widths: the same update, or refused."""
 
 from __future__ import annotations
 

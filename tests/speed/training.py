@@ -1,4 +1,4 @@
-"""One update of a trainer, looked at from inside."""
+"""One update of a trainer, with its internals for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of data: pipelines of known and unknown length, arrays, datasets, samples, streams; and going on in them."""
+"""Kinds of data: pipelines of known and unknown length, arrays, datasets, samples, streams; and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs on lazy XLA are step closures: nobody waits for a number, and nobody sees a log too late."""
+"""Logs on lazy XLA are step closures: the host does not wait for numbers, and no log is too late."""
 
 from __future__ import annotations
 

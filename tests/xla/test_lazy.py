@@ -1,4 +1,4 @@
-"""Lazy torch_xla on XLA:CPU: what the CPU gives, in few graphs, whatever is logged and saved on the way."""
+"""Lazy torch_xla on XLA:CPU: the results of the CPU, in few graphs, with any logging and saving."""
 
 from __future__ import annotations
 
