@@ -12,7 +12,7 @@ from loopwright import ArgumentsError, TrainingArguments
 from loopwright.pt.distributed.process_group import backend_for
 from loopwright.pt.distributed.shared_devices import backend_of_shared
 from loopwright.pt.strategies import choose
-from loopwright.pt.strategies.choose import LIMITS, NOWHERE, TABLE, Unsupported, asked_for, chosen_row
+from loopwright.pt.strategies.choose import LIMITS, NOWHERE, TABLE, Unsupported, chosen_row, requested_parallelism
 
 ZERO = {"zero_optimization": {"stage": 2}}
 ROWS: dict[frozenset[str], tuple[int, dict[str, Any]]] = {
@@ -55,7 +55,7 @@ def test_every_row_is_tried() -> None:
 @pytest.mark.parametrize("asked", ROWS, ids=lambda asked: "-".join(sorted(asked)) or "nothing")
 def test_a_row_is_found_by_its_arguments(monkeypatch: pytest.MonkeyPatch, asked: frozenset[str]) -> None:
     args = arguments(monkeypatch, ROWS[asked][0], **ROWS[asked][1])
-    assert asked_for(args) == asked
+    assert requested_parallelism(args) == asked
     row = TABLE[asked]
     if isinstance(row, Unsupported):
         with pytest.raises(ArgumentsError) as caught:

@@ -60,7 +60,7 @@ from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
 from .run import TorchRun
 from .strategies.base import ManyProcesses
-from .strategies.choose import asked_for, choose_strategy, unused_options
+from .strategies.choose import choose_strategy, requested_parallelism, unused_options
 from .strategies.single import SingleDevice
 from .throughput import TorchPacing
 from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
@@ -172,8 +172,8 @@ class TorchInternals(Internals):
             self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         self.kernels.check_installed()
-        asked = asked_for(args)
-        self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
+        wanted = requested_parallelism(args)
+        self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in wanted, "deepspeed" in wanted
         for text in unused_options(args):
             self.notices.warn_once(text)
         if DebugOption.TPU_METRICS_DEBUG in args.debug and kind_of(self.device).metrics is None:

@@ -84,7 +84,7 @@ class LossAccounting(LossFindings):
         return loss if micro.weight is None else loss * micro.weight
 
 
-def settle(update: Update, loss: Any, strategy: StepwiseStrategy) -> Any:
+def divide_by_count(update: Update, loss: Any, strategy: StepwiseStrategy) -> Any:
     """The update's loss; gradients of summed losses are divided once by the total count."""
     if update.summed is None:
         return loss

@@ -17,7 +17,7 @@ from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import COLLATED
 from ..data.columns import innermost
-from .accounting import settle
+from .accounting import divide_by_count
 from .calling import LossCalls
 from .identity import stamp_of
 from .incident import bad_weights, examine
@@ -237,7 +237,7 @@ class TorchLoss(LossCalls):
         run.micro_batch = whole_batch()
         if self.named.has_any or self.named.is_shared:
             self._collect_named(update)
-        return loss if update.summed is None else settle(update, loss, self.strategy)
+        return loss if update.summed is None else divide_by_count(update, loss, self.strategy)
 
     def _collect_named(self, update: Update) -> None:
         named = self.named.of_update(update, self._named_again, self.run.accounting.kind)

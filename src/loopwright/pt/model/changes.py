@@ -72,7 +72,7 @@ class TorchChanges(TorchPart, Changes):
                 "previous model's parameters. Change the model in place, restore it before the next step, or call "
                 "train() again"
             )
-        if self.strategy.look():
+        if self.strategy.detect_changes():
             self.trainer.model_wrapped = self.strategy.rewrap(self.trainer.model_wrapped)
 
     def follow_accumulation(self) -> None:

@@ -76,7 +76,7 @@ def _tensor(args: BaseArguments, device: torch.device, precision: Precision) -> 
     from .tensor import TensorParallel
 
     sizes = read_parallelism(args.parallelism_config)
-    sharding = read_fsdp(args.fsdp or True, args.fsdp_config) if "fsdp" in asked_for(args) else None
+    sharding = read_fsdp(args.fsdp or True, args.fsdp_config) if "fsdp" in requested_parallelism(args) else None
     return TensorParallel(
         device,
         precision,
@@ -210,7 +210,7 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[BaseArguments], bool], str]] = [
 """Arguments that some strategies do not support: options, condition and reason."""
 
 
-def asked_for(args: BaseArguments) -> frozenset[str]:
+def requested_parallelism(args: BaseArguments) -> frozenset[str]:
     """The options of the table that these arguments request."""
     sizes = read_parallelism(args.parallelism_config)
     sharded = wants_fsdp(args) or sizes.dp_shard_size > 1
@@ -231,11 +231,11 @@ def asked_for(args: BaseArguments) -> frozenset[str]:
 
 def choose_strategy(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     """The strategy for these arguments; raises an error with the reason if there is none."""
-    if is_lazy(device) and asked_for(args):
+    if is_lazy(device) and requested_parallelism(args):
         chosen_row(args)  # unsupported combinations are refused on every device
-        if asked_for(args) == {"processes"}:
+        if requested_parallelism(args) == {"processes"}:
             return processes_on(args, device, precision)
-        wanted = " and ".join(sorted(asked_for(args)))
+        wanted = " and ".join(sorted(requested_parallelism(args)))
         raise ArgumentsError(
             f"on lazy XLA each rank holds the whole model, but this run uses {wanted}; start one process, and "
             "shard with NeuronTrainingArguments(xla_spmd='fsdp', tensor_parallel_size=...)"
@@ -245,7 +245,7 @@ def choose_strategy(args: BaseArguments, device: torch.device, precision: Precis
 
 def chosen_row(args: BaseArguments) -> Build:
     """The builder in the table; raises with all reasons if the arguments cannot be honoured."""
-    asked = asked_for(args)
+    asked = requested_parallelism(args)
     row = TABLE.get(
         asked - set(NOWHERE), Unsupported(f"{' with '.join(sorted(asked))}: this combination is not supported")
     )

@@ -38,7 +38,7 @@ class Contents:
         self._walk()
         self.changes += 1
 
-    def look(self) -> bool:
+    def detect_changes(self) -> bool:
         """Check for changes since the last call; returns whether there are any."""
         if self.is_same():
             if self._flags == list(map(IS_TRAINED, self.parameters)):

@@ -93,17 +93,17 @@ class DataParallel(ManyProcesses):
         self.wrap(self.model)
         self._replaced = former
 
-    def look(self) -> bool:
+    def detect_changes(self) -> bool:
         has_changed, self._has_changed_inside = self._has_changed_inside, False
         if has_changed:
             self.follow()
-        return super().look() or has_changed
+        return super().detect_changes() or has_changed
 
-    def look_inside(self) -> None:
+    def detect_changes_inside(self) -> None:
         """Raise if parameters became trainable within an update: the wrapper does not reduce their gradients."""
         if self._wrapped is None:
-            super().look_inside()
-        if self._wrapped is None or not self.contents.look():
+            super().detect_changes_inside()
+        if self._wrapped is None or not self.contents.detect_changes():
             return
         super().follow()
         self._has_changed_inside = True

@@ -73,10 +73,10 @@ class DeepSpeed(ManyProcesses):
     def change_optimizer(self, optimizer: Any) -> Any:
         self.follow()
 
-    def look(self) -> bool:
+    def detect_changes(self) -> bool:
         if self.engine is not None and len(self.optimizer.param_groups) != self._groups:
             self.follow()
-        return super().look()
+        return super().detect_changes()
 
     def follow(self) -> None:
         """Raise: the engine keeps the parameters and the optimizer it was created with."""

@@ -40,13 +40,13 @@ class Sharded(ManyProcesses):
     def shard(self, model: nn.Module) -> None:
         raise NotImplementedError
 
-    def look(self) -> bool:
+    def detect_changes(self) -> bool:
         """Apply changes since the last update. Reshards first: a forward without a backward leaves full parameters."""
         if not self.contents.is_same():
             for module in self.contents.modules:
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        return super().look()
+        return super().detect_changes()
 
     def follow(self) -> None:
         super().follow()
@@ -98,7 +98,7 @@ class Sharded(ManyProcesses):
             torch._foreach_mul_(parts, factor)
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
-        self.look_inside()
+        self.detect_changes_inside()
         if not max_norm and not want_norm:
             return None
         gradients = self._gradients()

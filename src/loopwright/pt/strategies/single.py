@@ -130,9 +130,9 @@ class SingleDevice(OneProcess):
         """Increase `changes` for a change that only the caller can detect."""
         self.contents.changes += 1
 
-    def look(self) -> bool:
+    def detect_changes(self) -> bool:
         """Apply changes since the last update; called when an update begins. Returns whether there were any."""
-        if not self.contents.look():
+        if not self.contents.detect_changes():
             return False
         self.follow()
         return True
@@ -195,7 +195,7 @@ class SingleDevice(OneProcess):
 
     def scale_gradients(self, factor: Any) -> None:
         """Multiply all gradients, including those of a loss with its own parameters."""
-        self.look_inside()
+        self.detect_changes_inside()
         gradients = [p.grad for p in self.contents.everything if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -205,7 +205,7 @@ class SingleDevice(OneProcess):
 
         The norm is that of all gradients in the model, like `clip_grad_norm_(model.parameters())`.
         """
-        self.look_inside()
+        self.detect_changes_inside()
         if self.precision.scales:
             self.precision.unscale(self.optimizer)
         if max_norm:
@@ -214,10 +214,10 @@ class SingleDevice(OneProcess):
             return nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
         return None
 
-    def look_inside(self) -> None:
+    def detect_changes_inside(self) -> None:
         """Apply changes within an update: a forward pass may have created parameters."""
         if not self.contents.is_same():
-            self.look()
+            self.detect_changes()
 
     def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
         """A device flag: loss or norm is NaN or infinite; with `sticky`, also set after an earlier such update."""
