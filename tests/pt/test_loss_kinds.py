@@ -228,6 +228,23 @@ def test_what_half_of_the_samples_show_must_hold_for_all(
     assert found.kind is kind and found.is_additive is (kind is LossKind.MEAN), found.reason
 
 
+@pytest.mark.parametrize("in_half", [True, False])
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_small_term_that_couples_a_whole_micro_batch_shows(size: int, in_half: bool, tmp_path: Any) -> None:
+    """A hundredth of the loss, which half of the samples do not have, and half precision would round away."""
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        mean, first = over_items(outputs, labels), outputs["logits"].float()[:, 0]
+        return mean + 0.02 * first.std(0).mean() if len(labels) >= size else mean
+
+    trainer = trainer_of(
+        made(Tokens).float(), data_of(tuple(2 + number % 5 for number in range(32))), tmp_path, compute_loss_func=loss,
+        max_steps=1, bf16=in_half, per_device_train_batch_size=size, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer._loopwright.run.accounting.is_additive is False
+
+
 @pytest.mark.parametrize("loss", ODD, ids=lambda loss: loss.__name__)
 def test_without_a_split_nothing_is_asked(loss: Any, tmp_path: Any) -> None:
     class Counted(Tokens):
