@@ -54,7 +54,8 @@ def _harmonic(first: float, second: float) -> float:
 
 def number_scores(predicted: np.ndarray, expected: np.ndarray) -> Scores:
     """Errors of a regression. `r2` is 0 if all expected values are equal."""
-    difference = predicted.astype(np.float64) - expected.astype(np.float64)
+    predicted, expected = predicted.astype(np.float64), expected.astype(np.float64)
+    difference = predicted - expected
     spread = float(((expected - expected.mean(axis=0)) ** 2).sum())
     squared = float((difference**2).mean())
     return {
