@@ -74,6 +74,8 @@ def test_the_best_checkpoint_is_exported_if_the_best_model_is_wanted(
         capfd.readouterr()
         assert main(["export", *given, "--to", str(Path(config).parent / f"model{step}"), "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["checkpoint"].endswith(f"checkpoint-{step}")
+    assert main(["export", config, "--to", "other", "--checkpoint", "checkpoint-9"]) == 2
+    assert "at --checkpoint='checkpoint-9': no such folder" in capfd.readouterr().err
 
 
 def test_results_and_errors_as_json(config: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def loaded_trainer(config: Config, wanted: str | bool | None) -> tuple[Trainer, 
     if not os.path.isdir(folder):
         raise CheckpointError(f"there is no run in {folder!r}; train first: loopwright train {config.path}")
     manager = CheckpointManager(folder, notices=Notices())
-    found = manager.find(wanted if isinstance(wanted, str) else True)
+    found = manager.local(wanted, asked_by="--checkpoint=") if isinstance(wanted, str) else manager.find(True)
     if found is None:
         raise CheckpointError(f"{folder} has no checkpoint; train first: loopwright train {config.path}")
     if config.args.load_best_model_at_end and not isinstance(wanted, str):

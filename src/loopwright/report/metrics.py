@@ -75,7 +75,7 @@ class Metrics:
                 self.not_finite.pop(name, None)
 
     def _take_not_finite(self, step: int, name: str, value: float) -> None:
-        """Remember since when a curve is not finite; only the first of such values has a mark."""
+        """Record since when a curve is not finite; only the first of such values has a mark."""
         if name not in self.not_finite:
             self._mark(step, f"{name} is {value}")
         self.not_finite[name] = (self.not_finite.get(name, (step, ""))[0], NAMES.get(value, "NaN"))

@@ -159,7 +159,7 @@ def _check_messages(messages: Any, rows: Rows, index: int) -> None:
 
 
 def _without_missing(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without keys that have no value: Parquet adds them, and templates ask only whether a key is there."""
+    """A message without keys that have no value: Parquet adds them, and templates test only whether a key exists."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 

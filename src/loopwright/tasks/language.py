@@ -43,7 +43,7 @@ def read_blocks(
     """The samples to train on, of several sources by name, and to validate on.
 
     A sample needs `fewest` tokens to have a target; what is left out is added to `notes`. `with_labels`: every token
-    is a target, also the end token of a tokenizer that pads with it, which a collator cannot tell from padding.
+    is a target, also the end token of a tokenizer that pads with it, which a collator would take for padding.
     """
     train, held = read_splits(request)
 

@@ -134,7 +134,7 @@ def _note_short_recordings(source: str, samples: list[dict[str, Any]], model: An
 
 
 def _frames(samples: list[dict[str, Any]], model: Any, name: str) -> list[int] | None:
-    """The number of the model's outputs for each recording; None if the model does not tell."""
+    """The number of the model's outputs for each recording; None if it is not known."""
     import torch
 
     frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
