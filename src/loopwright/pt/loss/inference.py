@@ -155,6 +155,17 @@ class LossFindings:
 
     # ---- inference ---------------------------------------------------------------------------------------------------
 
+    def know_mean_over_samples(self) -> None:
+        """Take what is known without a test."""
+        self.kind, self.rivals = LossKind.SAMPLES, (Denominator(SAMPLES),)
+        self.is_additive, self.reason, self._shift = True, "", False
+
+    def learn_from_all(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
+        """Learn, and once more if the first micro-batches leave denominators open that weight others differently."""
+        self.learn(batches, probe, splitter)
+        if _is_several(batches) and self.disagrees(batches):
+            self.learn(batches, probe, splitter)
+
     def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
         """Compute the loss of a batch and of its parts to infer which targets it counts and its denominator.
 
