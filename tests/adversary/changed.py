@@ -110,6 +110,34 @@ def new_storage(owner: Any, number: int) -> None:
 case("weights replaced in a callback", CAUSE, llama, pooled(tokens), act=new_storage)
 
 
+# ---- code -----------------------------------------------------------------------------------------------------------
+
+
+def with_the_one_before(hidden: Tensor) -> Tensor:
+    """Every token with a part of the token before it: in a row of samples also of another sample."""
+    return hidden + 0.3 * torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+
+
+def another_forward(owner: Any, number: int) -> None:
+    if number == 2:
+        norm = owner.model.model.norm
+        written = norm.forward
+        norm.forward = lambda hidden: with_the_one_before(written(hidden))
+
+
+def another_class(owner: Any, number: int) -> None:
+    if number == 2:
+        norm = owner.model.model.norm
+        kind = type(norm)
+        norm.__class__ = type(
+            "Mixed", (kind,), {"forward": lambda self, hidden: with_the_one_before(kind.forward(self, hidden))}
+        )
+
+
+case("another forward of a module in a callback", CAUSE, llama, pooled(tokens), act=another_forward)
+case("another class of a module in a callback", CAUSE, llama, pooled(tokens), act=another_class)
+
+
 # ---- modes and numbers ----------------------------------------------------------------------------------------------
 
 

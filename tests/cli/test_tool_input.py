@@ -25,6 +25,8 @@ def config(tmp_path: Path) -> str:
         (["learning_rate=fast"], "command line: learning_rate: 'fast' is not a finite number"),
         (["data.train=numbrs.csv"], "there is no file or folder 'numbrs.csv'; did you mean 'numbers.csv'?"),
         (["data.target_column=tarjet"], "has no such column; did you mean 'target'?"),
+        (["data.feature_columns=[yes, 1]"], "must be a list of names; put yes, no and numbers in quotes"),
+        (["param_groups={bodi.1.bias: {freeze: true}}"], "did you mean 'body.1.bias'? Correct or remove it"),
         (["metrics=[rmsee]"], "'rmsee' is not a metric of table-regression; did you mean 'rmse'?"),
         (["resume_from_checkpoint=nowhere"], "nowhere"),
         (["resume_from_checkpoint=damaged"], "damaged"),
@@ -61,6 +63,19 @@ def test_a_damaged_checkpoint_is_refused(config: str, capfd: pytest.CaptureFixtu
     assert main(["train", config, f"resume_from_checkpoint={checkpoint}"]) == 2
     assert weights.name in capfd.readouterr().err
     assert main(["export", config, "--to", "out"]) in (1, 2) and not Path("out").exists()
+
+
+def test_the_best_checkpoint_is_exported_if_the_best_model_is_wanted(
+    config: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [config, "eval_steps=1", "load_best_model_at_end=true", "greater_is_better=true"]  # the first evaluation
+    assert main(["train", *words]) == 0
+    for given, step in (words, 1), (words[:1], 3):
+        capfd.readouterr()
+        assert main(["export", *given, "--to", str(Path(config).parent / f"model{step}"), "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["checkpoint"].endswith(f"checkpoint-{step}")
+    assert main(["export", config, "--to", "other", "--checkpoint", "checkpoint-9"]) == 2
+    assert "at --checkpoint='checkpoint-9': no such folder" in capfd.readouterr().err
 
 
 def test_results_and_errors_as_json(config: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,23 @@ def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
     assert config.args.learning_rate == 2e-4 and config.model.name == "m.py:f" and config.metrics == ["r2"]
 
 
+def test_an_interval_of_evaluations_is_used(path: Path) -> None:
+    config = load_config(path, ["eval_steps=7"])
+    assert config.args.eval_strategy == "steps" and config.args.eval_steps == 7
+    assert config.resolved()["eval_strategy"]["source"] == "derived: eval_steps"
+    assert load_config(path, ["eval_steps=7", "eval_strategy=epoch"]).args.eval_strategy == "epoch"
+
+
+def test_metrics_of_generated_texts_need_them(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("task: seq2seq\nmodel: m\ndata: {train: a.csv, validation_share: 0.1}\n")
+    words = ["--predict_with_generate", "false"]
+    with pytest.raises(ArgumentsError, match="command line: predict_with_generate=False, but the metric"):
+        load_config(tmp_path / "run.yaml", words)
+    config = load_config(tmp_path / "run.yaml", [*words, "metrics=[]"])
+    assert config.sources.get("generation_max_length") is None
+    assert load_config(tmp_path / "run.yaml").args.generation_max_length == 128
+
+
 def test_flags_of_each_form(path: Path) -> None:
     words = ["--bf16", "false", "--tf32", "--max_steps", "-1", 'lr_scheduler_kwargs={"a": 1}', "run_name=007"]
     config = load_config(path, words)

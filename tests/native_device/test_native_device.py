@@ -45,7 +45,7 @@ def test_the_device_gives_what_the_cpu_gives(outcome: dict[str, Any], name: str)
 ALLOWED = {
     "args/legacy.py", "args/groups/precision.py", "args/names.py",  # names of old arguments and values
     "pt/devices.py",  # whether a card has bf16 itself cannot be asked by trying
-    "pt/accelerator.py",  # the word for several GPUs in accelerate
+    "pt/accelerate/accelerator.py",  # the word for several GPUs in accelerate
     "pt/checkpoint/transformers_format.py",  # the key transformers' checkpoints use
     "pt/acceleration.py",  # CUDA graphs
     # the communication libraries torch itself knows by device

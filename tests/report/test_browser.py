@@ -129,6 +129,19 @@ def test_hovering_shows_the_step_and_its_values(browser: Browser, two: Path) -> 
     assert "baseline: loss" not in text, "the shorter run has no value there"
 
 
+def test_the_labels_of_an_axis_are_those_of_its_ticks(browser: Browser, tmp_path: Path) -> None:
+    """A constant learning rate has ticks such as 1.05e-4, and a single step none between two steps."""
+    write_rows(tmp_path, [{"step": 1, "loss": "NaN", "learning_rate": 1e-4}])
+    assert main(["report", str(tmp_path)]) == 0
+    browser.open(tmp_path / "report.html")
+    shown = browser.evaluate("labels([9e-5, 9.5e-5, 1e-4, 1.05e-4, 1.1e-4])")
+    assert shown == ["9.00e-5", "9.50e-5", "1.00e-4", "1.05e-4", "1.10e-4"]
+    assert browser.evaluate("labels([0, 0.5, null, 100000.01, 100000.02])")[3:] == ["100,000.01", "100,000.02"]
+    ticks = browser.evaluate("charts.get('learning_rate').uplot.axes[0]._splits")
+    assert ticks and all(float(tick).is_integer() for tick in ticks)
+    assert browser.evaluate("document.querySelector('[data-chart=loss] .legend').textContent") == "loss: not finite"
+
+
 def test_a_page_follows_its_run_and_keeps_the_zoom(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "live"
     write_rows(folder, rows(500)[:20])

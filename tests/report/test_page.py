@@ -18,7 +18,7 @@ from loopwright.report.folder import open_run
 from loopwright.report.page import page
 from loopwright.report.series import MOST_POINTS
 
-from .folders import write_run
+from .folders import write_rows, write_run
 
 
 def data_of(path: Path) -> dict[str, Any]:
@@ -77,6 +77,13 @@ def test_report_writes_the_page_and_prints_its_path(tmp_path: Path, capsys: Any)
     text = (folder / "report.data.js").read_text()
     assert text.startswith(BEGINNING) and text.endswith(END)
     assert not list(folder.glob(".*.writing"))
+
+
+def test_compare_shows_a_loss_that_is_no_number(tmp_path: Path, capsys: Any) -> None:
+    for name, loss in (("a", 0.5), ("b", "NaN")):
+        write_rows(tmp_path / name, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": loss}])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"]["loss (last)"] == [0.5, "NaN"]
 
 
 def test_two_runs_share_a_page(tmp_path: Path, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,38 @@ def test_numbers_that_are_not_finite_and_padding_are_reported(tmp_path: Path) ->
     found.metrics.add({"step": 110, "loss": 1.0, "nonfinite_steps": 3, "pace": {"useful_token_share": 0.4}})
     texts = verdict(found)
     assert texts[0].startswith("3 steps had a loss") and texts[-1].startswith("60% of the computed tokens are padding")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+@pytest.mark.parametrize("name", ["loss", "eval_loss"])
+def test_a_loss_that_is_no_number_is_reported(tmp_path: Path, name: str, value: str) -> None:
+    found = view(tmp_path, updates=100)
+    for step in (110, 120):
+        found.metrics.add({"step": step, name: value})
+    assert verdict(found)[0].startswith(f"{name} is {value} since step 110: lower learning_rate")
+    assert found.latest(name) == value and [mark["step"] for mark in found.metrics.marks] == [110]
+    found.metrics.add({"step": 130, name: 0.5})
+    assert found.latest(name) == 0.5 and verdict(found)[0].startswith("Nothing to mend")
+
+
+def test_a_loss_that_rises_is_reported(tmp_path: Path) -> None:
+    found = view(tmp_path, updates=100)
+    for step in range(101, 200):
+        found.metrics.add({"step": step, "loss": 1.1 ** (step - 100)})
+    assert verdict(found)[0].startswith("The loss has risen from ")
+
+
+def test_all_steps_that_were_not_finite_are_counted_and_marked_over_the_whole_run(tmp_path: Path) -> None:
+    found = view(tmp_path, updates=100)
+    for step in range(1000, 21000):
+        found.metrics.add({"step": step, "loss": 1.0, "nonfinite_steps": 2})
+    steps = [mark["step"] for mark in found.metrics.marks]
+    assert verdict(found)[0].startswith("40,000 steps had a loss")
+    assert len(steps) == 100 and steps == sorted(steps) and steps[0] == 1000 and steps[-1] == 20999
+    assert max(second - first for first, second in pairwise(steps)) < 1000
+
+
+def test_the_latest_incident_is_the_one_of_the_last_step(tmp_path: Path) -> None:
+    for step in (200, 1000):
+        (tmp_path / f"incident-step-{step}").mkdir()
+    assert verdict(view(tmp_path, updates=100))[0].startswith("Step 1,000: loss or gradients were not finite")

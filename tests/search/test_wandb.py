@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from loopwright.errors import ArgumentsError
+from loopwright.search.backends.wandb_backend import space_of, sweep_of
 from loopwright.search.space import DEFAULT, Choice, Interval, read_space
-from loopwright.search.wandb_backend import space_of, sweep_of
 from tests.search.toy import BEST, Counting, toy, updates
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import loopwright.pt.throughput as pacing
+import loopwright.pt.measure.throughput as pacing
 from loopwright.speed.measure.flops import LONGEST, Operations, count_operations, cut, trainable_share
 from tests.models import Tokens, samples, trainer_of
 

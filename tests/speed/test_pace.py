@@ -17,7 +17,7 @@ from loopwright.callbacks.text import work_line
 from loopwright.core.measure.throughput import Interval, ThroughputMeter
 from loopwright.core.update import Update
 from loopwright.pt.internals import TorchInternals
-from loopwright.pt.token_counter import TorchWorkCounter
+from loopwright.pt.measure.token_counter import TorchWorkCounter
 from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
 from tests.models import Tokens, samples, trainer_of
 
@@ -392,7 +392,7 @@ def test_a_device_without_timed_events_trains_all_the_same(tmp_path: Any, monkey
     def refuse(*args: Any) -> Any:
         raise NotImplementedError("no events here")
 
-    monkeypatch.setattr("loopwright.pt.throughput.Split", refuse)
+    monkeypatch.setattr("loopwright.pt.measure.throughput.Split", refuse)
     trainer = run(tmp_path, lengths=[5] * (FIRST + 4), per_device_train_batch_size=1, num_train_epochs=1)
     assert trainer.state.global_step == FIRST + 4 and not trainer.speed_report().split
 

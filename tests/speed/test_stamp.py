@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from loopwright.speed.fused_modules import FusedModules
 from loopwright.speed.model_stamp import ModelStamp, fingerprint, left_differently, state_of
 
 
@@ -25,6 +26,11 @@ class Block(nn.Module):
         return self.norm(self.drop(self.linear(x)))
 
 
+class Scaled(nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return 2 * super().forward(input)
+
+
 CHANGES: dict[str, Callable[[Block], Any]] = {
     "norm.training": lambda model: model.norm.eval(),
     "drop.p": lambda model: setattr(model.drop, "p", 0.2),
@@ -35,6 +41,8 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "added": lambda model: setattr(model, "added", 1),
     "requires_grad of linear.bias": lambda model: model.linear.bias.requires_grad_(False),
     "hooks": lambda model: model.linear.register_forward_hook(lambda *args: None),
+    "linear.forward": lambda model: setattr(model.linear, "forward", lambda x: x),
+    "the class of linear": lambda model: setattr(model.linear, "__class__", Scaled),
 }
 
 
@@ -45,6 +53,31 @@ def test_every_change_is_named_once(name: str) -> None:
     assert stamp.changes() == []
     CHANGES[name](model)
     assert name in stamp.changes() and stamp.changes() == []
+
+
+@pytest.mark.parametrize("kind", [Block, nn.Linear])
+def test_another_function_of_a_class_is_a_change(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = ModelStamp(Block())
+    monkeypatch.setattr(kind, "forward", lambda self, x: x)
+    assert stamp.changes() == [f"{kind.__module__}.{kind.__qualname__}.forward"] and stamp.changes() == []
+
+
+def test_another_function_in_place_of_one_that_was_set_is_a_change() -> None:
+    model = Block()
+    model.linear.forward = lambda x: x  # type: ignore[method-assign]
+    stamp = ModelStamp(model)
+    assert stamp.changes() == []
+    model.linear.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    assert stamp.changes() == ["linear.forward"]
+
+
+def test_what_an_acceleration_sets_is_no_change() -> None:
+    model = Block()
+    stamp, replaced = ModelStamp(model), FusedModules(nn.Identity())
+    model.linear.forward = replaced.active  # type: ignore[method-assign]
+    assert stamp.changes() == []
+    del model.linear.forward
+    assert stamp.changes() == []
 
 
 def test_what_a_save_writes_into_a_configuration_is_no_change() -> None:

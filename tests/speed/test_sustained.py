@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loopwright.callbacks.text import work_line
-from loopwright.pt import throughput
+from loopwright.pt.measure import throughput
 from loopwright.speed.measure import sustained
 from tests.models import Tokens, samples, trainer_of
 

@@ -122,6 +122,51 @@ def test_embeddings_that_look_at_their_neighbours_stay_padded() -> None:
     assert model.bert.embeddings.forward is blurred, "what was set before is there again"
 
 
+SEPARATOR = 2
+"""A token that the first batches do not have."""
+
+
+BertEmbeddings = transformers.models.bert.modeling_bert.BertEmbeddings
+OF_LIBRARY = BertEmbeddings.forward
+
+
+class Segments(BertEmbeddings):
+    """Counts segments by their separators."""
+
+    def forward(
+        self, input_ids: Any = None, token_type_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None,
+        past_key_values_length: int = 0,
+    ) -> Tensor:  # fmt: skip
+        return OF_LIBRARY(self, input_ids, (input_ids == SEPARATOR).cumsum(1).clamp(max=1), position_ids)
+
+
+class Marked(nn.Embedding):
+    """Adds the first token of a row to all others where the row has a separator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = super().forward(input)
+        return found + found[:, :1] * (input == SEPARATOR).any(1)[:, None, None]
+
+
+@pytest.mark.parametrize("how", ["class", "inner class", "function of the class"])
+def test_embeddings_with_code_of_the_user_stay_padded(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the first batch shows that they look at other tokens."""
+    model, batch = classifier("bert"), padded()
+    if how == "class":
+        model.bert.embeddings.__class__ = Segments
+    elif how == "inner class":
+        model.bert.embeddings.word_embeddings.__class__ = Marked
+    else:
+        monkeypatch.setattr(BertEmbeddings, "forward", Segments.forward)
+    layout, laid = unpadded(model, batch)
+    loss_and_gradients(model, laid, layout)
+    batch["input_ids"][1, 1] = SEPARATOR
+    _, laid = unpadded(model, batch)
+    expected, found = loss_and_gradients(model, batch), loss_and_gradients(model, laid, layout)
+    for left, right in zip(expected, found, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_embeddings_that_are_changed_later_are_looked_at_again(inner: bool) -> None:
     model, batch = classifier("bert"), padded()

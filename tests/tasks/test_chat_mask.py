@@ -235,9 +235,73 @@ def test_a_broken_template_is_refused_with_the_message(template: str, problem: s
     assert problem in str(caught.value) and "data.chat_template" in str(caught.value)
 
 
-def test_a_conversation_that_begins_with_an_answer(tokenizer: Any) -> None:
-    found = masked(TALK[1:2], renderer(tokenizer, CHATML), tokenizer)
-    assert [text for text, trained in found.pieces() if trained][-3:] == ["the", " cat", "<|im_end|>"]
+WITH_DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nvery small<|im_end|>\n{% endif %}" + CHATML
+"""It cannot be rendered without a message."""
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_DEFAULT], ids=["chatml", "default system prompt"])
+def test_of_a_first_message_that_is_an_answer_only_its_words_are_trained(template: str, tokenizer: Any) -> None:
+    for answer in (TALK[1], {**TALK[1], "content": "a cat"}):
+        found = masked([answer], renderer(tokenizer, template), tokenizer)
+        assert "".join(text for text, trained in found.pieces() if trained) == f"{answer['content']}<|im_end|>"
+
+
+def test_an_answer_of_weight_0_is_not_trained(tmp_path: Path, tokenizer: Any) -> None:
+    talk = [TALK[0], {**TALK[1], "weight": 0}, TALK[0], {**TALK[1], "weight": 1}]
+    found = masked(talk, renderer(tokenizer, CHATML), tokenizer)
+    assert found.trained == masked(TALK[:2], renderer(tokenizer, CHATML), tokenizer).trained
+    assert all(label == -100 for label in found.labels[: len(found.labels) // 2])
+    path = chat_config(tmp_path, [{"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}])
+    with pytest.raises(DataError, match=r"row 1: message 2 \(assistant\) has the weight 0.5; it must be 1, or 0"):
+        build_trainer(load_config(path))
+
+
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "sum_of", "arguments": {"a": 1}}}],
+}
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nCONTENT{% if 'tool_calls' in m %}"
+    "{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GUARDED = CALLING.replace("CONTENT", "{{ m.content or '' }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "problem"),
+    [
+        (CHATML, CALL, r"leaves out the call of 'sum_of' in message 2 \(assistant\)"),
+        (CHATML, {**CALL, "content": ""}, "leaves out the call of 'sum_of'"),
+        (CALLING.replace("CONTENT", "{{ m.content }}"), CALL, "writes 'None' for the missing content of message 2"),
+    ],
+    ids=["no calls", "no calls and no content", "None"],
+)
+def test_a_template_that_does_not_render_calls_is_refused(
+    template: str, message: Any, problem: str, tokenizer: Any
+) -> None:
+    with pytest.raises(TemplateError, match=problem):
+        masked([TALK[0], message], renderer(tokenizer, template), tokenizer)
+    assert masked([TALK[0], message], renderer(tokenizer, GUARDED), tokenizer).trained
+
+
+def test_keys_that_parquet_adds_are_left_out(tmp_path: Path) -> None:
+    """A Parquet file has the same keys in all messages; a template asks whether `tool_calls` is there."""
+    talk = [TALK[0], CALL, {"role": "tool", "content": "1"}, TALK[1]]
+    path = chat_config(tmp_path, [{"messages": talk}], chat_template="mine.jinja", max_length=200)
+    (tmp_path / "mine.jinja").write_text(GUARDED)
+    expected = build_trainer(load_config(path)).train_dataset[0]
+    full = [{"tool_calls": None, "name": None, **message} for message in talk]
+    tiny.write_rows(tmp_path / "chat.jsonl", [{"messages": full}])
+    assert build_trainer(load_config(path)).train_dataset[0] == expected
+
+
+def test_reasoning_that_a_template_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = chat_config(tmp_path, [{"messages": [TALK[0], {**TALK[1], "reasoning_content": "very large"}]}])
+    with caplog.at_level("WARNING", logger="loopwright"):
+        build_trainer(load_config(path))
+    assert "leaves out or changes the text of a message of the role 'assistant'" in caplog.text
 
 
 def test_tokens_across_the_edge_of_an_answer_are_not_trained_and_counted(tokenizer: Any) -> None:

@@ -47,6 +47,15 @@ def test_entities() -> None:
     assert metrics.entity_scores(tags, tags)["f1"] == 1
 
 
+@pytest.mark.parametrize("marks", ["BIES", "BILU"])
+def test_entities_whose_last_token_is_marked(marks: str) -> None:
+    first, inside, last, single = marks
+    tags = [f"{first}-A", f"{inside}-A", f"{last}-A", f"{single}-A", f"{single}-B", "O", f"{first}-B", f"{last}-B"]
+    assert metrics.entities([tags]) == {(0, 0, 3, "A"), (0, 3, 4, "A"), (0, 4, 5, "B"), (0, 6, 8, "B")}
+    plain = ["B-A", "I-A", "I-A", "B-A", "B-B", "O", "B-B", "I-B"]
+    assert metrics.entities([plain]) == metrics.entities([tags])
+
+
 def test_texts() -> None:
     found = metrics.answer_scores(["the red cat", "dog"], [["A red cat!", "x"], ["cat", "big dog"]])
     assert found["exact_match"] == 0.5 and found["f1"] == pytest.approx((1 + 2 / 3) / 2)

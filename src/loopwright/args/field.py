@@ -234,7 +234,7 @@ def whole_lengths(value: Any) -> str | None:
 def list_of_names(value: Any) -> str | None:
     """A list of strings."""
     is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-    return None if is_list else "must be a list of names"
+    return None if is_list else "must be a list of names; put yes, no and numbers in quotes"
 
 
 def path_or_flag(value: Any) -> str | None:

@@ -23,19 +23,22 @@ def derived_arguments(
         "output_dir": (str(path.parent / "runs" / path.stem), "the name of the configuration"),
         **{name: (value, f"the task {task.name}") for name, value in task.arguments.items()},
     }
-    if _is_on(given.get("enable_jit_checkpoint", True)):
+    if is_on(given.get("enable_jit_checkpoint", True)):
         found["save_on_interrupt"] = (True, "the same command resumes")
     if validates:
-        found["eval_strategy"] = ("epoch", "there is validation data")
-    longest = getattr(data, "max_target_length", None)
-    if longest is not None and "generation_config" not in given:
-        found["generation_max_length"] = (longest, "data.max_target_length")
+        by_steps = given.get("eval_steps") is not None
+        found["eval_strategy"] = ("steps", "eval_steps") if by_steps else ("epoch", "there is validation data")
     if task.generates and validates and GENERATED & {*metrics}:
         found["predict_with_generate"] = (True, f"the metric {min(GENERATED & {*metrics})}")
+    longest = getattr(data, "max_target_length", None)
+    generates = is_on(given.get("predict_with_generate", "predict_with_generate" in found))
+    if longest is not None and generates and "generation_config" not in given:
+        found["generation_max_length"] = (longest, "data.max_target_length")
     return {name: value for name, value in found.items() if name not in given}
 
 
-def _is_on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
+    """Whether the value of a boolean argument is true, however it was written."""
     try:
         return read_bool(value)
     except ValueError:

@@ -14,7 +14,7 @@ from ..tasks.declaration import Task
 from ..tasks.fields import DataFields, LoraFields, ModelFields
 from ..tasks.table import TASKS
 from .config import Config
-from .derived import derived_arguments
+from .derived import GENERATED, derived_arguments, is_on
 from .document import Document, read_document
 from .names import Names, TopFields
 from .overrides import Override, read_overrides
@@ -56,6 +56,8 @@ class _Loading:
         metrics = self._metrics(top.metrics)
         arguments = self._arguments(values)
         self._check_evaluation(data, arguments)
+        if data.validation is not None or data.validation_share:
+            self._check_generation(metrics, arguments)
         self._stop_if_wrong()
         for name, (value, reason) in derived_arguments(self.document.path, self.task, data, metrics, arguments).items():
             arguments[name] = value
@@ -187,6 +189,14 @@ class _Loading:
             self.problems.append(
                 f"{self._place('eval_strategy')}: {shown('eval_strategy', strategy)}, but there is no validation data; "
                 "set data.validation or data.validation_share, or remove it"
+            )
+
+    def _check_generation(self, metrics: list[str], arguments: Mapping[str, Any]) -> None:
+        compared = sorted(GENERATED & {*metrics}) if self.task.generates else []
+        if compared and not is_on(arguments.get("predict_with_generate", True)):
+            self.problems.append(
+                f"{self._place('predict_with_generate')}: predict_with_generate=False, but the metric {compared[0]} "
+                "compares generated texts; remove it, or set metrics: []"
             )
 
     def _metrics(self, wanted: list[str] | str | None) -> list[str]:

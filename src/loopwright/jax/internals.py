@@ -9,11 +9,11 @@ import keras
 
 from ..errors import ModelError, OverrideError
 from ..keras.arguments import KerasTrainingArguments
-from ..keras.data import KerasData
+from ..keras.data.batches import KerasData
+from ..keras.data.sources import Source
 from ..keras.evaluation import KerasEvaluation
 from ..keras.internals import KerasInternals
-from ..keras.loss_step import LossStep
-from ..keras.sources import Source
+from ..keras.loss.loss_step import LossStep
 from .arguments import Devices, JAXTrainingArguments
 from .strategy import JaxStrategy
 

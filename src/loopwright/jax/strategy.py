@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from ..core.update import Update
-from ..keras.host_batch import HostBatch, mapped, pad_rows, row_weights
+from ..keras.data.host_batch import HostBatch, mapped, pad_rows, row_weights
 from ..keras.rng import RandomStreams
 from ..keras.strategy import KerasStrategy, UpdateRules
 

@@ -16,7 +16,7 @@ from ..core.checkpoint.folder import MODEL, OPTIMIZER
 from ..core.checkpoint.json_files import read_json, write_json
 from ..core.checkpoint.schema import list_of, text
 from ..errors import CheckpointError
-from .compiled_loss import keras_dtype
+from .loss.compiled_loss import keras_dtype
 from .models import named_variables
 
 VARIABLES = "variables.json"

@@ -9,7 +9,7 @@ from ..core.user_code.constructor import adopt_tokenizer, kind_of, problems_of_a
 from ..errors import ArgumentsError
 from ..notices import logger
 from .arguments import KerasTrainingArguments
-from .sources import has_length
+from .data.sources import has_length
 
 PARAMETERS = (
     "model", "args", "train_dataset", "eval_dataset", "compute_metrics", "tb_writer", "optimizers", "data_collator",

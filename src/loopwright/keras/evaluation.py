@@ -17,9 +17,9 @@ from ..core.shutdown.signals import Interrupted
 from ..core.user_code.overrides import is_overridden
 from ..errors import DataError, MetricError
 from ..notices import logger
-from .host_batch import HostBatch
+from .data.host_batch import HostBatch
+from .data.sources import Columns, Source, is_columns, is_tf_data
 from .part import KerasPart
-from .sources import Columns, Source, is_columns, is_tf_data
 from .strategy import plain_errors
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second")

@@ -22,20 +22,20 @@ from .agreement import KerasAgreement
 from .arguments import POLICIES, KerasTrainingArguments
 from .callbacks import adapted
 from .changes import KerasChanges
-from .compiled_loss import KerasLoss, find_keras_loss
 from .constructor_checks import check_constructor, old_names
-from .data import KerasData
+from .data.batches import KerasData
+from .data.host_batch import mapped
+from .data.sources import Columns, is_columns
+from .data.token_counter import WorkCounter
 from .evaluation import KerasEvaluation
 from .hooks import KerasHooks
-from .host_batch import mapped
-from .loss_step import LossNote, LossStep
+from .loss.compiled_loss import KerasLoss, find_keras_loss
+from .loss.loss_step import LossNote, LossStep
 from .models import ModelInfo, check_policy, is_built, look_at
-from .optimizer_creation import KerasOptim
+from .optim.optimizer_creation import KerasOptim
 from .run import KerasRun
 from .save import KerasSaving
-from .sources import Columns, is_columns
 from .strategy import KerasStrategy, UpdateRules
-from .token_counter import WorkCounter
 
 
 class KerasInternals(Internals):

@@ -12,7 +12,7 @@ import keras
 
 from ..core.user_code.overrides import accepts
 from ..errors import ModelError
-from .host_batch import leaves
+from .data.host_batch import leaves
 
 NEXT_TOKEN = ("CausalLM", "LMHeadModel")
 """Parts of class names whose loss excludes the first target of each row."""

@@ -12,7 +12,7 @@ import numpy as np
 from ..core.strategy import OneProcess
 from ..core.update import Update
 from ..errors import LoopwrightError
-from .host_batch import HostBatch
+from .data.host_batch import HostBatch
 from .rng import RandomStreams
 
 

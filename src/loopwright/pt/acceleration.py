@@ -38,11 +38,11 @@ from .devices import total_memory
 from .loss.accounting import divided
 from .loss.identity import stamp_of
 from .loss.targets import check_loss
+from .measure.token_counter import operations_per_token
 from .model.options import checkpoint_activations, compile_as_asked, compile_key, recomputing_policies
 from .part import TorchPart
 from .precision import Autocast, Precision
 from .sandbox import sandbox
-from .token_counter import operations_per_token
 
 FILE_NAME = "speed_plan.json"
 KEEP_BATCHES = {

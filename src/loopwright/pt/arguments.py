@@ -31,11 +31,11 @@ class TrainingArguments(BaseArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if read_accelerator_config(self.accelerator_config).use_configured_state:
-            from .accelerate_state import check_configured_state
+            from .accelerate.accelerate_state import check_configured_state
 
             check_configured_state()
         if self.shares_state:
-            from .accelerate_state import initialize_accelerate
+            from .accelerate.accelerate_state import initialize_accelerate
 
             initialize_accelerate(self)
 
@@ -46,7 +46,7 @@ class TrainingArguments(BaseArguments):
             import accelerate.state  # noqa: F401
         except ModuleNotFoundError:
             return None
-        from .accelerate_state import initialize_accelerate
+        from .accelerate.accelerate_state import initialize_accelerate
 
         return initialize_accelerate(self)
 

@@ -20,9 +20,9 @@ from ..core.user_code.constructor import adopt_tokenizer, make_model
 from ..core.user_code.overrides import accepts, is_overridden
 from ..hub.part import HubPart
 from ..speed.measure.peaks import device_name
-from .accelerate_state import initialize_accelerate
+from .accelerate.accelerate_state import initialize_accelerate
+from .accelerate.accelerator import Accelerator
 from .acceleration import Acceleration
-from .accelerator import Accelerator
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
 from .checkpoint.save import TorchSaving
@@ -38,7 +38,9 @@ from .evaluation.metric_inputs import metrics_function
 from .hooks import TorchHooks
 from .kernels import Kernels
 from .loss.targets import LabelSmoother
-from .memory_metrics import meter_of
+from .measure.memory_metrics import meter_of
+from .measure.throughput import TorchPacing
+from .measure.token_counter import TorchWorkCounter, operations_per_token, tokens_in
 from .model.changes import TorchChanges
 from .model.experts import report_router_loss
 from .model.neftune import add_embedding_noise
@@ -62,8 +64,6 @@ from .run import TorchRun
 from .strategies.base import ManyProcesses
 from .strategies.choose import choose_strategy, requested_parallelism, unused_options
 from .strategies.single import SingleDevice
-from .throughput import TorchPacing
-from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
 
 
 class TorchInternals(Internals):

@@ -13,8 +13,8 @@ from ..speed.memory.host_heap import HostHeap
 from ..speed.model_stamp import ModelStamp
 from .data.loaders import OrderedSampler
 from .loss.accounting import LossAccounting
+from .measure.token_counter import TorchWorkCounter
 from .model.known import Known
-from .token_counter import TorchWorkCounter
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from ..core.user_code.constructor import make_model
 from ..search.entry import hyperparameter_search
 from ..search.session import Request
 from ..speed.report import SpeedReport
-from .accelerate_state import accelerator_arguments
+from .accelerate.accelerate_state import accelerator_arguments
 from .arguments import TrainingArguments
 from .internals import TorchInternals
 from .optim.creation import TorchOptim

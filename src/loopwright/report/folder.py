@@ -58,9 +58,13 @@ class RunView:
         return sum(self.seconds.values())
 
     def last(self, name: str) -> float | None:
-        """The latest value of a curve."""
+        """The latest value of a curve that is finite."""
         curve = self.metrics.curves.get(name)
         return None if curve is None else curve.last
+
+    def latest(self, name: str) -> float | str | None:
+        """The latest value of a curve; one that is not finite as text."""
+        return self.metrics.not_finite[name][1] if name in self.metrics.not_finite else self.last(name)
 
     @property
     def is_running(self) -> bool:
@@ -123,16 +127,16 @@ def open_run(folder: str | os.PathLike[str]) -> RunFolder:
 
 
 def incidents(folder: Path) -> list[dict[str, Any]]:
-    """The incident folders of a run."""
+    """The latest incident folders of a run, in the order of steps."""
+    places = {place.name.removeprefix("incident-step-"): place for place in folder.glob("incident-step-*")}
+    steps = sorted(int(step) for step in places if step.isdecimal())[-MOST_INCIDENTS:]
     found = []
-    for place in sorted(folder.glob("incident-step-*"))[:MOST_INCIDENTS]:
-        step = place.name.removeprefix("incident-step-")
-        if step.isdigit():
-            details = _document(place / "incident.json")
-            module = details.get("first_bad_module")
-            where = f", first in {module}" if isinstance(module, str) else ""
-            text = f"loss or gradients were not finite{where}; see {place.name}"
-            found.append({"step": int(step), "kind": "incident", "text": text})
+    for step in steps:
+        place = folder / f"incident-step-{step}"
+        module = _document(place / "incident.json").get("first_bad_module")
+        where = f", first in {module}" if isinstance(module, str) else ""
+        text = f"loss or gradients were not finite{where}; see {place.name}"
+        found.append({"step": step, "kind": "incident", "text": text})
     return found
 
 

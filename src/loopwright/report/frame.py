@@ -84,7 +84,7 @@ def _charts(run: RunView, width: int) -> list[str]:
 
 
 def _pairs(run: RunView) -> list[str]:
-    values = [(title, run.last(name)) for name, title in NUMBERS]
+    values = [(title, run.latest(name)) for name, title in NUMBERS]
     return [f"{title} {short(value)}" for title, value in values if value is not None]
 
 

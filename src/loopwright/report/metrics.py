@@ -17,7 +17,9 @@ from .series import Series
 NOT_A_CURVE = ("_runtime", "_per_second", "_model_preparation_time", "_jit_compilation_time")
 POSITION = ("step", "epoch", "time", "pace")
 SPEEDS = ("tokens_per_second", "samples_per_second", "steps_per_second", "computed_tokens_per_second")
-MOST_TEXTS, MOST_EVALUATIONS, MOST_MARKS, LONGEST_TEXT = 20, 200, 200, 4000
+NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+"""Numbers that are not finite as texts; all others are NaN, which equals nothing."""
+MOST_TEXTS, MOST_EVALUATIONS, MOST_MARKS, LONGEST_TEXT = 20, 200, 100, 4000
 
 
 @dataclass
@@ -27,9 +29,14 @@ class Metrics:
     curves: dict[str, Series] = field(default_factory=dict)
     evaluations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVALUATIONS))
     texts: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_TEXTS))
-    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    """Places on the curves, over the whole run; of too many, those that are far from each other."""
     summary: dict[str, float] = field(default_factory=dict)
     """Numbers that were logged once, at the end."""
+    not_finite: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Curves whose latest value is not finite: the step from which they are not, and the value."""
+    nonfinite_steps: int = 0
+    """All steps whose loss or gradients were not finite."""
     step: int = 0
     epoch: float | None = None
     rows: int = 0
@@ -58,11 +65,26 @@ class Metrics:
             self.texts.append({"step": step, "name": name, "text": value[:LONGEST_TEXT]})
         elif _is_number(value) and (name in SPEEDS or not name.endswith(NOT_A_CURVE)):
             self.curves.setdefault(name, Series()).add(step, float(value))
-            if name == "nonfinite_steps":
-                text = f"{int(value)} steps up to step {step} had a loss or gradients that are not finite"
-                self.marks.append({"step": step, "kind": "not finite", "text": text})
-            elif not math.isfinite(value):
-                self.marks.append({"step": step, "kind": "not finite", "text": f"{name} is {value}"})
+            if not math.isfinite(value):
+                self._take_not_finite(step, name, value)
+            elif name == "nonfinite_steps":
+                self.nonfinite_steps += int(value)
+                steps = f"{int(value):,} step{'s' if value > 1 else ''} up to step {step:,}"
+                self._mark(step, f"{steps} had a loss or gradients that are not finite")
+            else:
+                self.not_finite.pop(name, None)
+
+    def _take_not_finite(self, step: int, name: str, value: float) -> None:
+        """Record since when a curve is not finite; only the first of such values has a mark."""
+        if name not in self.not_finite:
+            self._mark(step, f"{name} is {value}")
+        self.not_finite[name] = (self.not_finite.get(name, (step, ""))[0], NAMES.get(value, "NaN"))
+
+    def _mark(self, step: int, text: str) -> None:
+        self.marks.append({"step": step, "kind": "not finite", "text": text})
+        if len(self.marks) > MOST_MARKS:  # the others still show where in the run it happened
+            steps = [mark["step"] for mark in self.marks]
+            del self.marks[min(range(1, MOST_MARKS), key=lambda place: steps[place + 1] - steps[place - 1])]
 
 
 class MetricsReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import mean
 
 from ..core.checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
 from ..core.measure.ledger import COMPILING, DATA, EVALUATION, LOST, PREPARING, PROVING, RESTARTS, SAVING, UPDATES
@@ -12,6 +13,8 @@ from .series import Series
 ENOUGH_SECONDS = 2.0
 """Shares of a shorter run mean nothing."""
 PADDED = 0.7
+GROWN = 1.5
+"""The factor above its first values at which a training loss has risen."""
 RISEN = 1.02
 """The factor above its lowest value at which an evaluation loss has risen."""
 
@@ -35,10 +38,14 @@ def _ended(run: RunView) -> Iterator[str]:
 
 
 def _numbers(run: RunView) -> Iterator[str]:
-    bad = run.metrics.curves.get("nonfinite_steps")
-    if bad is not None and bad.last:
-        total = int(sum(value or 0 for value in bad.ys))
+    for name, (step, value) in run.metrics.not_finite.items():
+        if name.endswith("loss"):
+            yield f"{name} is {value} since step {step:,}: lower learning_rate, or check the data."
+    total = run.metrics.nonfinite_steps
+    if total:
         yield f"{total:,} steps had a loss or gradients that are not finite: lower learning_rate, or check the data."
+    if (grown := _grown(run.metrics.curves.get("loss"))) is not None:
+        yield f"The loss has risen from {grown[0]:.4g} to {grown[1]:.4g}: lower learning_rate, or check the data."
     curve = run.metrics.curves.get("eval_loss")
     if curve is not None and (rising := _rising(curve)) is not None:
         step, low = rising
@@ -46,6 +53,16 @@ def _numbers(run: RunView) -> Iterator[str]:
             f"The evaluation loss has risen since step {step:,} ({low:.4g}): train shorter, or keep the best model "
             "with load_best_model_at_end."
         )
+
+
+def _grown(curve: Series | None) -> tuple[float, float] | None:
+    """The means of the first and the last tenth of a loss, if the last one is much larger."""
+    values = [] if curve is None else [value for value in curve.ys if value is not None]
+    tenth = len(values) // 10
+    if not tenth:
+        return None
+    first, last = mean(values[:tenth]), mean(values[-tenth:])
+    return (first, last) if last > GROWN * first > 0 else None
 
 
 def _rising(curve: Series) -> tuple[int, float] | None:

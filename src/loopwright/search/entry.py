@@ -17,25 +17,25 @@ Result = BestRun | list[BestRun]
 
 
 def _optuna(search: BaseSearch) -> Result:
-    from .optuna_backend import OptunaSearch
+    from .backends.optuna_backend import OptunaSearch
 
     return OptunaSearch(search).run()
 
 
 def _own(search: BaseSearch) -> Result:
-    from .own_backend import OwnSearch
+    from .backends.own_backend import OwnSearch
 
     return OwnSearch(search).run()
 
 
 def _ray(search: Search) -> Result:
-    from .ray_backend import RaySearch
+    from .backends.ray_backend import RaySearch
 
     return RaySearch(search).run()
 
 
 def _wandb(search: Search) -> Result:
-    from .wandb_backend import SweepSearch
+    from .backends.wandb_backend import SweepSearch
 
     return SweepSearch(search).run()
 

@@ -22,13 +22,15 @@ FEW = 64
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
 )  # fmt: skip
-NOT_OURS = ("_compiled_call_impl", "forward")
-"""Attributes of modules that accelerations set and remove."""
+FORWARD = "forward"
+NOT_OURS = ("_compiled_call_impl", FORWARD)
+"""Attributes of modules that accelerations set and remove; a `forward` that is not theirs is read by other means."""
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, which a forward does not change, or which are read by other means."""
 DEEPEST = 3
 """Levels of containers and objects on a module whose contents are compared."""
 LIBRARIES = ("torch", "transformers", "loopwright", "numpy", "peft", "builtins")
+_FORWARD = operator.attrgetter(FORWARD)
 _GRADIENTS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 AROUND = "the optimizer, the loss, the accumulation or the parameters"
 ATTENTION = "_attn_implementation_internal"
@@ -73,6 +75,8 @@ class ModelStamp:
         self._modules = [(name, module.__dict__) for name, module in self._model.named_modules()]
         self._configs = [(name, config.__dict__) for name, config in configs_of(self._model)]
         places = [place for _, place in self._modules]
+        self._instances = list(self._model.modules())
+        self._classes = list(dict.fromkeys(map(type, self._instances)))
         own = [(place, key) for place in places for key in place if key not in NOT_OURS]
         self._parameters = list(self._model.named_parameters())
         self._tensors = [parameter for _, parameter in self._parameters]
@@ -104,8 +108,14 @@ class ModelStamp:
             [plain(place[key]) for place, key in self._others],
             list(map(len, self._dicts)),
             list(map(_GRADIENTS, self._tensors)),
+            self._code(),
             [None if place[key] is None else (id(place[key]), place[key]._version) for place, key in self._buffers],
         )
+
+    def _code(self) -> tuple[list[type], list[Any], list[int | None]]:
+        """What modules compute: their classes, the functions of these, and functions that a user set on modules."""
+        set_on = [_id_of_users(place[FORWARD]) if FORWARD in place else None for _, place in self._modules]
+        return list(map(type, self._instances)), list(map(_FORWARD, self._classes)), set_on
 
     def changes(self) -> list[str]:
         """Names of everything that has changed since the last call of `settle`; usually empty."""
@@ -131,9 +141,21 @@ class ModelStamp:
         }
         for name, place in self._configs:
             found.update((f"{name}.{key}", value) for key, value in place.items() if _counts(key, value))
+        kinds, functions, set_on = self._code()
+        for (name, _), kind, function in zip(self._modules, kinds, set_on, strict=True):
+            found[f"the class of {name or 'the model'}"] = id(kind)
+            found[f"{name}.{FORWARD}".lstrip(".")] = function
+        for kind, function in zip(self._classes, functions, strict=True):
+            found[f"{kind.__module__}.{kind.__qualname__}.{FORWARD}"] = id(function)
         found["hooks"] = [id(hook) for hooks in self._hook_dicts for hook in hooks.values() if is_foreign(hook)]
         found.update((f"requires_grad of {name}", each.requires_grad) for name, each in self._parameters)
         return found
+
+
+def _id_of_users(function: Any) -> int | None:
+    """Identifies a function that was set on a module; None if an acceleration has set it."""
+    is_ours = str(getattr(function, "__module__", "")).startswith("loopwright.")
+    return None if is_ours else id(function)
 
 
 def _counts(key: str, value: Any) -> bool:

@@ -9,18 +9,18 @@ from .request import Request
 
 def build(request: Request) -> Materials:
     """Model and data of causal language modelling."""
-    from ..pt.data.collators import DataCollatorForLanguageModeling
+    from ..pt.data.collators import DataCollatorForSeq2Seq
     from .models import load_causal_model, load_tokenizer
 
     tokenizer = load_tokenizer(request)
     notes: list[str] = []
-    train, held = read_blocks(request, tokenizer, notes, fewest=2)
+    train, held = read_blocks(request, tokenizer, notes, fewest=2, with_labels=True)
     return Materials(
         model=load_causal_model(request),
         train_dataset=train,
         eval_dataset=held,
         processing_class=tokenizer,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
         notes=notes,
         **token_metrics(request.metrics, shift=True),
     )

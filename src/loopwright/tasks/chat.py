@@ -123,6 +123,7 @@ def _mask(rows: Rows, index: int, tokenizer: Any, request: Request) -> Any:
     row = rows[index]
     messages = row[data.messages_column]
     _check_messages(messages, rows, index)
+    messages = [_without_missing(message) for message in messages]
     tools = row.get(data.tools_column) if data.tools_column is not None else None
     if data.tools_column is not None and data.tools_column not in row:
         need_column(rows, data.tools_column, "data.tools_column", request)
@@ -150,6 +151,16 @@ def _check_messages(messages: Any, rows: Rows, index: int) -> None:
                 f"{place}: message {number} ({message['role']}) has the content {short(message['content'])}, which is "
                 "not text; put it in quotes"
             )
+        if message.get("weight") not in (None, 0, 1):
+            raise DataError(
+                f"{place}: message {number} ({message['role']}) has the weight {short(message['weight'])}; it must be "
+                "1, or 0 for an answer that is not trained"
+            )
+
+
+def _without_missing(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without keys that have no value: Parquet adds them, and templates test only whether a key exists."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _first_sample(rows: Rows, tokenizer: Any, request: Request) -> list[tuple[str, bool]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ Render = Callable[[list[Message], bool], str]
 Span = tuple[int, int]
 
 IGNORED = -100
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which data have what an assistant thought."""
 
 
 class TemplateError(DataError):
@@ -70,17 +73,58 @@ def answer_spans(messages: Sequence[Message], render: Render, ends: Sequence[str
             continue
         with_answer = _rendered(render, list(messages[: index + 1]), index, prompt=False)
         _check_prefix(with_answer, whole, index, "the conversation up to message {} is not a prefix of the whole one")
-        before = _rendered(render, list(messages[:index]), index, prompt=True)
+        if index:
+            before = _rendered(render, list(messages[:index]), index, prompt=True)
+        else:
+            before = _first_prompt(message, with_answer, render)
         _check_prefix(
             before, with_answer, index, "the generation prompt before message {} is not a prefix of the text with it"
         )
-        if with_answer == before and message.get("content"):
-            raise TemplateError(
-                f"the chat template leaves out message {index + 1} (assistant), so there is nothing to train. Set "
-                "data.chat_template to a template that renders answers"
-            )
-        spans.append((len(before), _end_of(with_answer, len(before), ends)))
+        _check_answer(message, with_answer[len(before) :], index)
+        if message.get("weight") != 0:
+            spans.append((len(before), _end_of(with_answer, len(before), ends)))
     return whole, spans
+
+
+def _first_prompt(message: Message, text: str, render: Render) -> str:
+    """The text before an answer that is the first message: what the template writes without any message.
+
+    A template may need a message; then it is what the answer's text has in common with that of another answer.
+    """
+    with suppress(Exception):  # a template may raise anything
+        prompt = render([], True)
+        if text.startswith(prompt):
+            return prompt
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise TemplateError(
+            "the conversation begins with an answer, and the chat template does not show where it begins; put a "
+            "message of the user first"
+        )
+    other = "b" if content.lstrip().startswith("a") else "a"
+    return os.path.commonprefix([text, _rendered(render, [{**message, "content": other}], 0, prompt=False)])
+
+
+def _check_answer(message: Message, text: str, index: int) -> None:
+    """Raise if the template leaves out the content or the calls of an answer, or writes None for a missing content."""
+    what = f"message {index + 1} (assistant)"
+    calls = [str(_name_of(call)) for call in message.get("tool_calls") or ()]
+    if not text and (message.get("content") or calls):
+        problem = f"the chat template leaves out {what}, so there is nothing to train"
+        raise TemplateError(f"{problem}. Set data.chat_template to a template that renders answers")
+    missing = next((name for name in calls if name not in text), None)
+    if missing is not None:
+        problem = f"the chat template leaves out the call of {missing!r} in {what}"
+        raise TemplateError(f"{problem}; set data.chat_template to a template that renders tool_calls")
+    if message.get("content") is None and "None" in text and "None" not in str(message.get("tool_calls")):
+        raise TemplateError(
+            f"the chat template writes 'None' for the missing content of {what}; set it to an empty text"
+        )
+
+
+def _name_of(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else call
+    return function.get("name", "") if isinstance(function, dict) else ""
 
 
 def _check_parts(messages: Sequence[Message], text: str) -> None:
@@ -102,8 +146,8 @@ def _hidden(messages: Sequence[Message], text: str) -> tuple[str, ...]:
             message["role"]
             for message in messages
             if message.get("role") in shown
-            and isinstance(message.get("content"), str)
-            and message["content"].strip() not in text
+            for key in ("content", *REASONING)
+            if isinstance(message.get(key), str) and message[key].strip() not in text
         )
     )
 

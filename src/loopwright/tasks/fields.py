@@ -59,9 +59,14 @@ class DataFields(Group):
     validation_split: str = arg("validation", "The split to validate on, for a dataset of `datasets`.")
     subset: str | None = arg(None, "The configuration of a dataset of `datasets`.")
     max_train_samples: int | None = arg(
-        None, "Use only this many training samples, the first ones; of several sources, of each.", check=positive
+        None,
+        "Use only this many training samples, the first ones; of several sources, of each; of images, of the classes "
+        "in turn.",
+        check=positive,
     )
-    max_validation_samples: int | None = arg(None, "Use only this many validation samples.", check=positive)
+    max_validation_samples: int | None = arg(
+        None, "Use only this many validation samples, chosen in the same way.", check=positive
+    )
 
 
 @dataclass

@@ -51,7 +51,8 @@ def build(request: Request) -> Materials:
     held_pairs = None if held is None else [(file, names.index(name)) for name, files in held.items() for file in files]
     if data.validation_share:
         pairs, held_pairs = _held_out(pairs, data.validation_share, request.seed)
-    pairs, held_pairs = _limited(pairs, held_pairs, data)
+    pairs = _first_of_all(pairs, data.max_train_samples)
+    held_pairs = None if held_pairs is None else _first_of_all(held_pairs, data.max_validation_samples)
     model = load_model(
         request,
         "AutoModelForImageClassification",
@@ -118,8 +119,16 @@ def _held_out(pairs: list[Any], share: float, seed: int) -> tuple[list[Any], lis
     return rest, [pairs[index] for index in sorted(chosen)]
 
 
-def _limited(pairs: list[Any], held: list[Any] | None, data: ImageData) -> tuple[list[Any], list[Any] | None]:
-    return pairs[: data.max_train_samples], None if held is None else held[: data.max_validation_samples]
+def _first_of_all(pairs: list[tuple[Path, int]], count: int | None) -> list[tuple[Path, int]]:
+    """The first samples of each class in turn: the first ones of a folder would be of one class."""
+    if count is None or count >= len(pairs):
+        return pairs
+    seen: Counter[int] = Counter()
+    turns = []
+    for index, (_, label) in enumerate(pairs):
+        turns.append((seen[label], index))
+        seen[label] += 1
+    return [pairs[index] for index in sorted(index for _, index in sorted(turns)[:count])]
 
 
 TASK = Task(

@@ -16,6 +16,8 @@ from .request import Request
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 FILE = "preprocessor_config.json"
+LARGEST_16 = 65535
+"""The largest value of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ImageTransform:
 
         try:
             with Image.open(path) as file:
-                image = file.convert("RGB" if len(self.mean) == 3 else "L")
+                image = _in_8_bits(_upright(file)).convert("RGB" if len(self.mean) == 3 else "L")
                 image = image.resize((self.width, self.height), Image.Resampling.BILINEAR)
                 pixels: Any = np.asarray(image, dtype=np.float32) / 255
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's, by format
@@ -58,6 +60,24 @@ class ImageTransform:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _upright(image: Any) -> Any:
+    """The image as it is shown, and as transformers loads it: cameras store beside the pixels how they are rotated."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
+
+
+def _in_8_bits(image: Any) -> Any:
+    """The image with 8 bits a channel; Pillow itself would set everything above 255 to white."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, whose range is unknown")
+    if image.mode != "I" and not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, LARGEST_16) >> 8).astype(np.uint8))
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,18 @@ class CorpusData(LengthFields, CorpusColumns, DataFields):
 
 
 def read_blocks(
-    request: Request, tokenizer: Any, notes: list[str], *, fewest: int = 1
+    request: Request, tokenizer: Any, notes: list[str], *, fewest: int = 1, with_labels: bool = False
 ) -> tuple[Any, list[dict[str, Any]] | None]:
     """The samples to train on, of several sources by name, and to validate on.
 
-    A sample needs `fewest` tokens to have a target; what is left out is added to `notes`.
+    A sample needs `fewest` tokens to have a target; what is left out is added to `notes`. `with_labels`: every token
+    is a target, also the end token of a tokenizer that pads with it, which a collator would take for padding.
     """
     train, held = read_splits(request)
 
     def blocks(rows: Rows) -> list[dict[str, Any]]:
-        return _blocks(rows, tokenizer, request, notes, fewest)
+        found = _blocks(rows, tokenizer, request, notes, fewest)
+        return [{**each, "labels": list(each["input_ids"])} for each in found] if with_labels else found
 
     return each_source(train, blocks), None if held is None else blocks(held)
 

@@ -54,7 +54,8 @@ def _harmonic(first: float, second: float) -> float:
 
 def number_scores(predicted: np.ndarray, expected: np.ndarray) -> Scores:
     """Errors of a regression. `r2` is 0 if all expected values are equal."""
-    difference = predicted.astype(np.float64) - expected.astype(np.float64)
+    predicted, expected = predicted.astype(np.float64), expected.astype(np.float64)
+    difference = predicted - expected
     spread = float(((expected - expected.mean(axis=0)) ** 2).sum())
     squared = float((difference**2).mean())
     return {
@@ -71,8 +72,17 @@ Entity = tuple[int, int, int, str]
 """Sentence, first token, token after the last, and type."""
 
 
+INSIDE = ("I", "E", "L")
+"""Beginnings of tags that continue an entity."""
+LAST = ("E", "L", "S", "U")
+"""Beginnings of tags after which an entity has ended."""
+
+
 def entities(tags: Sequence[Sequence[str]]) -> set[Entity]:
-    """The entities of sentences tagged with B-, I- and O; I- of another type begins a new entity."""
+    """The entities of sentences tagged with B-, I- and O; I- of another type begins a new entity.
+
+    Data may also mark the last token of an entity (E- or L-), and an entity of one token (S- or U-).
+    """
     found: set[Entity] = set()
     for number, sentence in enumerate(tags):
         start, kind = 0, ""
@@ -80,11 +90,14 @@ def entities(tags: Sequence[Sequence[str]]) -> set[Entity]:
             prefix, _, name = tag.partition("-")
             if not name:
                 prefix, name = ("O", "") if tag == "O" else ("I", tag)
-            if kind and (prefix != "I" or name != kind):
+            if kind and (prefix not in INSIDE or name != kind):
                 found.add((number, start, index, kind))
                 kind = ""
             if prefix != "O" and not kind:
                 start, kind = index, name
+            if prefix in LAST:
+                found.add((number, start, index + 1, kind))
+                kind = ""
     return found
 
 

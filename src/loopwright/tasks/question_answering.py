@@ -49,20 +49,23 @@ def build(request: Request) -> Materials:
             f"{request.place('data.stride')}={request.data.stride} must be below max_length={request.data.max_length}"
         )
     tokenizer = load_tokenizer(request)
+    tokenizer.padding_side = "right"  # padding before the tokens would move them away from their labels
     train, held = read_splits(request)
+    notes: list[str] = []
     for rows in (train, held):
         if rows is not None:
             _check_rows(rows, request)
-    held_windows = None if held is None else _windows(held, tokenizer, request)
+    held_windows = None if held is None else _windows(held, tokenizer, request, notes)
     return Materials(
         model=load_model(request, "AutoModelForQuestionAnswering"),
         train_dataset=each_source(
-            train, lambda rows: [window["inputs"] for window in _windows(rows, tokenizer, request)]
+            train, lambda rows: [window["inputs"] for window in _windows(rows, tokenizer, request, notes)]
         ),
         eval_dataset=None if held_windows is None else [window["inputs"] for window in held_windows],
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=_metrics(held, held_windows, request) if held_windows and request.metrics else None,
+        notes=notes,
     )
 
 
@@ -113,7 +116,7 @@ def _check_room(rows: Rows, tokenizer: Any, request: Request) -> None:
             )
 
 
-def _windows(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any]]:
+def _windows(rows: Rows, tokenizer: Any, request: Request, notes: list[str]) -> list[dict[str, Any]]:
     """Each question with every window of its context, and the place of its answer there."""
     data: QuestionData = request.data
     _check_room(rows, tokenizer, request)
@@ -137,15 +140,35 @@ def _windows(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any
             found.append(
                 {"row": index, "places": places, "inputs": {**inputs, "start_positions": start, "end_positions": end}}
             )
+    _note_unseen(rows, found, request, notes)
     return found
+
+
+def _note_unseen(rows: Rows, windows: list[dict[str, Any]], request: Request, notes: list[str]) -> None:
+    """Answers that no window holds are trained as if there were none."""
+    seen = {window["row"] for window in windows if window["inputs"]["end_positions"]}
+    asked = [index for index, row in enumerate(rows) if any(text.strip() for text in _first_answer(row, request))]
+    unseen = [index for index in asked if index not in seen]
+    if unseen:
+        notes.append(
+            f"{rows.name}: {len(unseen):,} of {len(asked):,} answers are in no window as a whole, and are trained as "
+            f"if there were none, first that of row {rows.numbers[unseen[0]]}; raise data.max_length or data.stride"
+        )
+
+
+def _first_answer(row: dict[str, Any], request: Request) -> list[str]:
+    texts: list[str] = row[request.data.answers_column]["text"][:1]
+    return texts
 
 
 def _target(places: list[Any], answers: dict[str, Any]) -> tuple[int, int]:
     """The first and the last token of the answer; (0, 0) if it is not in this window."""
-    if not answers["text"]:
+    if not answers["text"] or not answers["text"][0].strip():
         return 0, 0
-    first = answers["answer_start"][0]
-    last = first + len(answers["text"][0])
+    # Tokens may leave out white space around them, so that of an answer does not count.
+    text = answers["text"][0]
+    first = answers["answer_start"][0] + len(text) - len(text.lstrip())
+    last = first + len(text.strip())
     inside = [index for index, place in enumerate(places) if place and place[0] < last and place[1] > first]
     covered = inside and places[inside[0]][0] <= first and places[inside[-1]][1] >= last
     return (inside[0], inside[-1]) if covered else (0, 0)

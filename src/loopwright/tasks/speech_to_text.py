@@ -55,6 +55,7 @@ def build(request: Request) -> Materials:
         ctc_zero_infinity=True,
     )
     held_samples = None if held is None else encoded(held)
+    frames = None if held_samples is None else _frames(held_samples, model, extractor.model_input_names[0])
     for part in samples.values() if isinstance(samples, dict) else [samples]:
         _note_short_recordings(train.name, part, model, extractor.model_input_names[0], notes)
     return Materials(
@@ -63,7 +64,7 @@ def build(request: Request) -> Materials:
         eval_dataset=held_samples,
         processing_class=SpeechProcessor(extractor, tokenizer),
         data_collator=SpeechCollator(extractor, extractor.model_input_names[0]),
-        compute_metrics=_metrics(tokenizer, request.metrics) if request.metrics else None,
+        compute_metrics=_metrics(tokenizer, request.metrics, frames) if request.metrics else None,
         preprocess_logits_for_metrics=lambda logits, labels: (
             logits[0] if isinstance(logits, tuple) else logits
         ).argmax(-1),
@@ -118,12 +119,9 @@ def _note_unknown(rows: Rows, samples: list[dict[str, Any]], tokenizer: Any, not
 
 def _note_short_recordings(source: str, samples: list[dict[str, Any]], model: Any, name: str, notes: list[str]) -> None:
     """A recording needs a frame for each token, and one between two equal ones: the loss of others is set to 0."""
-    import torch
-
-    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
-    if frames_of is None:
+    frames = _frames(samples, model, name)
+    if frames is None:
         return
-    frames = frames_of(torch.tensor([len(sample[name]) for sample in samples])).tolist()
     needed = [_frames_needed(sample["labels"]) for sample in samples]
     short = sum(one < other for one, other in zip(frames, needed, strict=True))
     if short == len(samples):
@@ -133,6 +131,17 @@ def _note_short_recordings(source: str, samples: list[dict[str, Any]], model: An
             f"{source}: {short} of {len(samples)} recordings are too short for their texts, and are not learned from; "
             "check the texts"
         )
+
+
+def _frames(samples: list[dict[str, Any]], model: Any, name: str) -> list[int] | None:
+    """The number of the model's outputs for each recording; None if it is not known."""
+    import torch
+
+    frames_of = getattr(model, "_get_feat_extract_output_lengths", None)
+    if frames_of is None:
+        return None
+    found: list[int] = frames_of(torch.tensor([len(sample[name]) for sample in samples])).tolist()
+    return found
 
 
 def _frames_needed(labels: list[int]) -> int:
@@ -167,7 +176,9 @@ class SpeechCollator:
         return {**batch, "labels": torch.tensor(rows)}
 
 
-def _metrics(tokenizer: Any, metrics: list[str]) -> Any:
+def _metrics(tokenizer: Any, metrics: list[str], frames: list[int] | None) -> Any:
+    """The metrics; `frames` are the outputs of each recording, without those of its padding."""
+
     def compute(prediction: Any) -> dict[str, float]:
         import numpy as np
 
@@ -177,7 +188,11 @@ def _metrics(tokenizer: Any, metrics: list[str]) -> Any:
             ids = np.where(np.asarray(ids) < 0, tokenizer.pad_token_id, ids)
             return list(tokenizer.batch_decode(ids, **options))
 
-        guessed, wanted = texts(prediction.predictions), texts(prediction.label_ids, group_tokens=False)
+        outputs = np.asarray(prediction.predictions)
+        if frames is not None and len(frames) == len(outputs):
+            is_padding = np.arange(outputs.shape[1]) >= np.asarray(frames)[:, None]
+            outputs = np.where(is_padding, tokenizer.pad_token_id, outputs)
+        guessed, wanted = texts(outputs), texts(prediction.label_ids, group_tokens=False)
         return chosen(
             metrics,
             lambda: {

@@ -25,10 +25,9 @@ class TableModel(nn.Module):
         """`classes`: their number; 0 for a regression."""
         super().__init__()
         self.body, self.classes = body, classes
-        mean = np.zeros(()) if inputs is None else inputs.mean(axis=0)
-        deviation = np.ones(()) if inputs is None else inputs.std(axis=0)
+        mean, deviation = (np.zeros(()), np.ones(())) if inputs is None else statistics(inputs)
         self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.float32))
-        self.register_buffer("deviation", torch.as_tensor(np.where(deviation > 0, deviation, 1), dtype=torch.float32))
+        self.register_buffer("deviation", torch.as_tensor(deviation, dtype=torch.float32))
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         outputs = self.body((features - self.mean) / self.deviation)
@@ -54,6 +53,16 @@ class TableModel(nn.Module):
             f"the module {type(self.body).__name__} returned {found} for {rows} rows; for {task} it must return a "
             f"tensor of shape {wanted[0]}"
         )
+
+
+def statistics(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of each column; a constant column has the deviation 1.
+
+    In 64 bits: sums of 32 bits lose the deviation of a column far from zero, and invent one for a constant column.
+    """
+    mean, deviation = inputs.mean(axis=0, dtype=np.float64), inputs.std(axis=0, dtype=np.float64)
+    is_constant = inputs.min(axis=0) == inputs.max(axis=0)
+    return mean, np.where(is_constant, 1.0, deviation)
 
 
 def multilayer_perceptron(inputs: int, outputs: int, request: Request) -> nn.Module:

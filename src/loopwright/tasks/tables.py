@@ -17,6 +17,8 @@ from .request import Request
 
 LARGEST = 3.4028234e38
 """The largest 32-bit float."""
+FEWEST_STEPS = 50
+"""Steps of 32-bit numbers within the deviation of a column, below which it is too coarse."""
 MLP = "mlp"
 """The name of the model that is made here."""
 
@@ -85,7 +87,10 @@ def _build(request: Request, *, classes: bool) -> Materials:
         eval_dataset=None if held is None else samples(held),
         data_collator=DefaultDataCollator(),
         compute_metrics=class_metrics(metrics) if classes else compute if metrics else None,
-        notes=label_notes(train, held, data.target_column) if classes else [],
+        notes=[
+            *(label_notes(train, held, data.target_column) if classes else []),
+            *_coarse(train, columns if classes else [*columns, data.target_column]),
+        ],
     )
 
 
@@ -189,6 +194,24 @@ def _matrix(rows: Rows, columns: list[str], request: Request) -> Any:
     if values is None or not np.isfinite(values).all():
         raise _not_a_number(rows, columns, request.data.target_column)
     return values
+
+
+def _coarse(rows: Rows, columns: list[str]) -> list[str]:
+    """A note for each column whose values differ too little for 32 bits, such as times in seconds since 1970."""
+    import numpy as np
+
+    notes = []
+    for column in columns:
+        if isinstance(rows[0][column], np.ndarray):
+            continue
+        values = np.array([float(row[column]) for row in rows])
+        step, deviation = float(np.spacing(np.float32(np.abs(values).max()))), float(values.std())
+        if values.min() < values.max() and deviation < FEWEST_STEPS * step:
+            notes.append(
+                f"{rows.name}: the values of {column!r} differ by about {deviation:.3g}, and 32-bit numbers of their "
+                f"size by at least {step:.3g}; subtract {values.min():.6g} from the column to keep them apart"
+            )
+    return notes
 
 
 def _array(rows: Rows, name: str, columns: list[str], request: Request) -> Any:

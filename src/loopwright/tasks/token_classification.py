@@ -86,9 +86,10 @@ def _encoded(rows: Rows, tokenizer: Any, names: list[str], data: TokenData) -> l
     from .labels import name_of
 
     numbers = {name: index for index, name in enumerate(names)}
+    glues = _glues_words(tokenizer)
     samples = []
     for row in rows:
-        words = row[data.tokens_column]
+        words = _spaced(row[data.tokens_column]) if glues else row[data.tokens_column]
         encoding = tokenizer(words, is_split_into_words=True, truncation=True, max_length=data.max_length)
         labels, before = [], None
         for word in encoding.word_ids():
@@ -98,6 +99,21 @@ def _encoded(rows: Rows, tokenizer: Any, names: list[str], data: TokenData) -> l
         samples.append({**encoding, "labels": labels})
     need_tokens(rows, samples, data.tokens_column)
     return samples
+
+
+def _glues_words(tokenizer: Any) -> bool:
+    """Whether the tokenizer encodes words of a list as if there were no spaces between them, such as RoBERTa's."""
+
+    def ids(words: list[str]) -> Any:
+        return tokenizer(words, is_split_into_words=True)["input_ids"]
+
+    as_text = tokenizer("a b")["input_ids"]
+    return bool(ids(["a", "b"]) != as_text and ids(["a", " b"]) == as_text)
+
+
+def _spaced(words: list[str]) -> list[str]:
+    """The words as they are in a text: all but the first have a space before them."""
+    return [f" {word}" if index and word else word for index, word in enumerate(words)]
 
 
 def _metrics(names: list[str], metrics: list[str]) -> Any:

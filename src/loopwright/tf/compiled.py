@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..keras.host_batch import leaves, mapped
+from ..keras.data.host_batch import leaves, mapped
 
 Signature = Any
 """A hashable description of nested containers."""

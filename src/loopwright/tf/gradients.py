@@ -9,8 +9,8 @@ import tensorflow as tf
 from ..args.paths import working_folder
 from ..core.logs.incident import write_incident
 from ..errors import ModelError
-from ..keras.host_batch import HostBatch
-from ..keras.loss_step import LossNote, LossStep
+from ..keras.data.host_batch import HostBatch
+from ..keras.loss.loss_step import LossNote, LossStep
 from .hooks import TFHooks
 from .incident import bad_weights, examine
 from .strategy import TFStrategy

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ..core.logs.incident import as_json_number
 from ..keras.checkpoint import write_values
-from ..keras.host_batch import HostBatch, leaves
+from ..keras.data.host_batch import HostBatch, leaves
 from ..keras.models import named_variables
 
 Run = Callable[[HostBatch], tuple[list[Any], Any]]

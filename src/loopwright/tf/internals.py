@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from ..keras.arguments import KerasTrainingArguments
-from ..keras.data import KerasData
+from ..keras.data.batches import KerasData
+from ..keras.data.sources import Source
 from ..keras.evaluation import KerasEvaluation
 from ..keras.models import ModelInfo, is_built
-from ..keras.sources import Source
 from .arguments import TFTrainingArguments
 from .gradients import TFLossStep
 from .old_checkpoints import OldCheckpoints

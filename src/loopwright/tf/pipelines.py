@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..keras.host_batch import HostBatch
-from ..keras.sources import Finish, Skipping, Source
+from ..keras.data.host_batch import HostBatch
+from ..keras.data.sources import Finish, Skipping, Source
 
 LARGEST_BUFFER = 100_000
 """Maximum size of the shuffle buffer of an unbatched tf.data pipeline."""

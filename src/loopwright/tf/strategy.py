@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..core.update import Update
-from ..keras.host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
+from ..keras.data.host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
 from ..keras.strategy import KerasStrategy, UpdateRules, as_host, plain_errors
 from .compiled import FlatFunction
 from .rng import TFStreams

@@ -49,14 +49,14 @@ def _results(runs: list[RunView]) -> dict[str, list[Any]]:
         "status": [run.status for run in runs],
         "steps": [run.step for run in runs],
         "wall time in seconds": [round(run.wall, 3) for run in runs],
-        "loss (last)": [run.last("loss") for run in runs],
+        "loss (last)": [run.latest("loss") for run in runs],
     }
     losses = [run.metrics.curves.get("eval_loss") for run in runs]
     lowest = [min((y for y in curve.ys if y is not None), default=None) if curve else None for curve in losses]
     rows["eval_loss (lowest)"] = lowest
     names = sorted({name for run in runs for name in run.metrics.curves if name.startswith("eval_")})
     for name in [*names, *NUMBERS]:
-        rows[f"{name} (last)"] = [run.last(name) for run in runs]
+        rows[f"{name} (last)"] = [run.latest(name) for run in runs]
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -20,11 +21,11 @@ TOLERANCE = 1e-3
 USAGE = Usage(
     "export",
     "CONFIG --to FOLDER",
-    "Write the newest checkpoint of a run as a folder with safetensors, configuration and tokenizer. An adapter is "
-    "merged into the model, and the outputs of both are compared.",
+    "Write the newest checkpoint of a run, or with load_best_model_at_end the best one, as a folder with safetensors, "
+    "configuration and tokenizer. An adapter is merged into the model, and the outputs of both are compared.",
     options={
         "--to=": "the new folder",
-        "--checkpoint=": "another checkpoint than the newest one",
+        "--checkpoint=": "another checkpoint",
         "--adapter": "write the adapter alone, without merging it",
     },
     takes_overrides=True,
@@ -92,12 +93,22 @@ def loaded_trainer(config: Config, wanted: str | bool | None) -> tuple[Trainer, 
     if not os.path.isdir(folder):
         raise CheckpointError(f"there is no run in {folder!r}; train first: loopwright train {config.path}")
     manager = CheckpointManager(folder, notices=Notices())
-    found = manager.find(wanted if isinstance(wanted, str) else True)
+    found = manager.local(wanted, asked_by="--checkpoint=") if isinstance(wanted, str) else manager.find(True)
     if found is None:
         raise CheckpointError(f"{folder} has no checkpoint; train first: loopwright train {config.path}")
+    if config.args.load_best_model_at_end and not isinstance(wanted, str):
+        found = manager.find(_best_beside(Path(found))) or found
     trainer = build_trainer(config)
     trainer._load_from_checkpoint(found)
     return trainer, Path(found)
+
+
+def _best_beside(newest: Path) -> str | None:
+    """The checkpoint of the best evaluation until the newest checkpoint; None if there was no evaluation."""
+    from ..core.checkpoint.folder import STATE, folder_name
+
+    step = json.loads((newest / STATE).read_text(encoding="utf-8")).get("best_global_step")
+    return str(newest.parent / folder_name(step)) if isinstance(step, int) else None
 
 
 def _merge(trainer: Trainer) -> float:

@@ -30,9 +30,9 @@ from ...args.field import nearest
 from ...args.problems import short
 from ...core.outputs import BestRun
 from ...errors import ArgumentsError
+from ...search.backends.own_backend import PLANS
 from ...search.command_search import CommandSearch, MakeWords, script_words, text_of
 from ...search.entry import BACKENDS, chosen_backend
-from ...search.own_backend import PLANS
 from ...search.session import Request
 from ...search.space import Space, read_space
 from ...search.trials import RandomTrial

@@ -18,7 +18,7 @@ from ...core.checkpoint.storage import folder_for
 from ...core.checkpoint.writers import Part, publish_together
 from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import CheckpointError
-from ..memory_metrics import free_memory
+from ..measure.memory_metrics import free_memory
 from ..rng import rng_to_json
 from .callback_tensors import shard_writer, tensors_of, whole_writer
 from .described_values import check_plain

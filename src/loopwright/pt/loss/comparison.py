@@ -30,6 +30,11 @@ Pieces = list[tuple[Any, list[Any]]]
 
 SINGLE = 1e-6
 """Relative rounding error of a loss in single precision."""
+SPARINGLY = ((False, False), (True, False), (True, True))
+"""In half precision, and with gradients: how losses of all samples are computed, until there is no error.
+
+Half precision hides that a few per cent of a loss couple samples. A loss may need gradients itself.
+"""
 FEW_PLACES = 8192
 """Positions of a batch up to which all of it is used; of a larger one, some samples are used."""
 
@@ -136,15 +141,17 @@ def fitting_all(
     *,
     label_names: list[str],
     items_of: Callable[[Any], Any],
+    is_joined: bool,
 ) -> tuple[Denominator, ...]:
     """Those of the assumed denominators that fit a batch and its parts; all of them if it is not informative.
 
-    This takes the precision of training, and no gradients, and so no more memory than training.
+    No more memory than in training is taken: without gradients, a micro-batch has room in single precision, several
+    that are joined in the precision of training.
     """
     whole, parts = pieces
-    for keeps_graph in (False, True):  # a loss may need gradients itself
+    for in_half, keeps_graph in SPARINGLY[is_joined:]:
         try:
-            with probe.as_trained(keeps_graph=keeps_graph), probe.trying():
+            with probe.sparingly(in_half=in_half, keeps_graph=keeps_graph), probe.trying():
                 found = [probe.measure(each, items_of(each), with_gradient=False) for each in (whole, *parts)]
                 equation = Equation(found[0], found[1:], parts)
                 fitting = tuple(by for by in assumed if equation.fits(by, label_names, probe))

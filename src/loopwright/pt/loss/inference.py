@@ -155,6 +155,17 @@ class LossFindings:
 
     # ---- inference ---------------------------------------------------------------------------------------------------
 
+    def know_mean_over_samples(self) -> None:
+        """Take what is known without a test."""
+        self.kind, self.rivals = LossKind.SAMPLES, (Denominator(SAMPLES),)
+        self.is_additive, self.reason, self._shift = True, "", False
+
+    def learn_from_all(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
+        """Learn, and once more if the first micro-batches leave denominators open that weight others differently."""
+        self.learn(batches, probe, splitter)
+        if _is_several(batches) and self.disagrees(batches):
+            self.learn(batches, probe, splitter)
+
     def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
         """Compute the loss of a batch and of its parts to infer which targets it counts and its denominator.
 
@@ -204,14 +215,19 @@ class LossFindings:
         """Whether what half of the samples showed fits all of them: losses may choose samples, or count to a limit."""
         if not self.is_additive or (self.kind is LossKind.SCALED and self.is_trusted):
             return True  # nothing was concluded, or nothing was compared
-        found = self._assumed_denominators()
+        found, rows = self._assumed_denominators(), [rows_of(batch, self.label_names) for batch in batches[:2]]
+        most = max(map(count_samples, rows))
         try:
-            pieces = self._pieces([rows_of(batch, self.label_names) for batch in batches[:2]], probe, splitter)
+            pieces = self._pieces(rows, probe, splitter)
+            if all(count_samples(whole) > most for whole, _ in pieces) and most > 1:
+                pieces = [*self._pieces(rows[:1], probe, splitter), *pieces]  # also one that is not joined
         except Exception:  # an error of the user's loss, or a batch that cannot be split: what is known stays
             return True
         for each in pieces:
-            items_of = self._items_passed(each[0])
-            found = fitting_all(probe, each, found, label_names=self.label_names, items_of=items_of)
+            is_joined, items_of = count_samples(each[0]) > most, self._items_passed(each[0])
+            found = fitting_all(
+                probe, each, found, label_names=self.label_names, items_of=items_of, is_joined=is_joined
+            )
         if len(self.rivals) > 1 and found:
             self.rivals = found
         return bool(found)

@@ -23,7 +23,7 @@ from .find import find_loss
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
 from .splitter import BatchSplitter
-from .targets import USES_ITEMS, LossKind, predicts_next_token
+from .targets import USES_ITEMS, LossKind, is_mean_over_samples, predicts_next_token
 
 
 class LossLearning(TorchPart, LossPart):
@@ -72,6 +72,8 @@ class LossLearning(TorchPart, LossPart):
         )
         accounting.may_compare = not is_lazy(self.device)
         accounting.may_pad_labels = self.device.type == "cpu" or is_of_transformers
+        if is_of_transformers and kind is None and is_mean_over_samples(innermost(self.model)):
+            accounting.know_mean_over_samples()
         return accounting
 
     def make_splitter(self) -> BatchSplitter:
@@ -145,7 +147,7 @@ class LossLearning(TorchPart, LossPart):
             accounting.sees_loss_without_items()
             accounting.give_up("_prepare_inputs makes the model's inputs from samples, and a test would do it again")
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
-            accounting.learn(batches, self.probe(), self.splitter)
+            accounting.learn_from_all(batches, self.probe(), self.splitter)
             if self.args.gradient_accumulation_steps > 1 and self.has_custom_loss():
                 first = batches[0] if type(batches) is list else batches
                 accounting.learn_division(first, self.probe(), self._said_to_accumulate)
@@ -240,7 +242,7 @@ class LossLearning(TorchPart, LossPart):
             return
         if self._why_not_tried() is not None or self._inputs_are_made_from(batches):
             return
-        accounting.learn(batches, self.probe(with_gradients=False), self.splitter)
+        accounting.learn_from_all(batches, self.probe(with_gradients=False), self.splitter)
         accounting.trouble = None
         if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
             self.notices.warn_once(

@@ -91,10 +91,11 @@ class LossProbe:
     _mode: bool | None = None
 
     @contextmanager
-    def as_trained(self, *, keeps_graph: bool) -> Iterator[None]:
-        """A context in which losses have the precision of training, with what their gradients would need or without."""
+    def sparingly(self, *, in_half: bool, keeps_graph: bool) -> Iterator[None]:
+        """A context in which losses take less memory: in the precision of training, without what gradients need."""
         before = self.may_leave_half, self._in_half, self.tolerance, self.is_exact, self._with_gradients
-        self.may_leave_half, self._in_half = False, before[0] or before[1]
+        if in_half:
+            self.may_leave_half, self._in_half = False, before[0] or before[1]
         self._with_gradients = self._with_gradients and keeps_graph
         try:
             yield

@@ -83,6 +83,16 @@ def predicts_next_token(model: nn.Module) -> bool:
     return getattr(model, "loss_type", None) == "ForCausalLM"
 
 
+def is_mean_over_samples(model: nn.Module) -> bool:
+    """Whether the loss is that of a CTC model of transformers with the reduction "mean".
+
+    It divides the loss of each sample by the sample's targets, and their sum by the samples. A test with samples that
+    have as many targets would not show that.
+    """
+    config = getattr(model, "config", None)
+    return type(model).__name__.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", None) == "mean"
+
+
 def check_loss(loss: Any) -> Tensor:
     """The loss as a scalar; raises an error that describes any other value."""
     if not isinstance(loss, Tensor):

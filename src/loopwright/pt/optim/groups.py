@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...args.field import nearest
+from ...args.field import advised
 from ...errors import ArgumentsError
 
 Groups = Mapping[str, Mapping[str, Any]]
@@ -31,12 +31,12 @@ def parameters_by_pattern(model: nn.Module, groups: Groups) -> dict[str, list[nn
     for pattern, chosen in found.items():
         if not chosen:
             matches = [name for name in every if re.search(pattern, name)]
-            reason = (
-                f"all its {len(matches)} matches, such as {matches[0]}, belong to earlier patterns"
-                if matches
-                else f"it matches no parameter of {type(model).__name__}{nearest(pattern, every)}"
-            )
-            raise ArgumentsError(f"param_groups: the pattern {pattern!r} has no effect: {reason}. Correct or remove it")
+            problem, advice = f"param_groups: the pattern {pattern!r} has no effect", "correct or remove it"
+            if matches:
+                example = f"all its {len(matches)} matches, such as {matches[0]}, belong to earlier patterns"
+                raise ArgumentsError(f"{problem}: {example}; {advice}")
+            missed = f"{problem}: it matches no parameter of {type(model).__name__}"
+            raise ArgumentsError(advised(missed, pattern, every, advice))
     return found
 
 

@@ -17,11 +17,20 @@ const number = (value) => {
   return value.toLocaleString("en", { maximumSignificantDigits: 5 });
 };
 
-const short = (value) => {
+const short = (value, digits) => {
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-2 || size >= 1e6)) return value.toExponential(1).replace("e+", "e");
-  return value.toLocaleString("en", { maximumSignificantDigits: 5 });
+  if (size !== 0 && (size < 1e-2 || size >= 1e6)) return value.toExponential(digits - 1).replace("e+", "e");
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, 5) });
 };
+// With as many digits as the ticks need: rounded ones would be at a wrong height.
+const labels = (ticks) => {
+  const found = ticks.filter((tick) => tick !== null);
+  const near = Math.abs(found[1] - found[0]) / 1e3 || 0;
+  let digits = 2;
+  while (digits < 12 && found.some((tick) => Math.abs(Number(tick.toPrecision(digits)) - tick) > near)) digits += 1;
+  return ticks.map((tick) => (tick === null ? "" : short(tick, digits)));
+};
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
 let announcing = 0;
 const announce = (text) => {
@@ -84,7 +93,7 @@ class Chart {
       width: Math.max(this.plot.clientWidth, 200), height: 230, legend: { show: false },
       cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "loopwright" }, points: { size: 7 } },
       scales: { x: { time: false }, y: { range: (u, low, high) => pad(low, high) } },
-      axes: [{ ...axis, size: 34 }, { ...axis, size: 62, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+      axes: [{ ...axis, size: 34, incrs: WHOLE }, { ...axis, size: 62, values: (u, ticks) => labels(ticks) }],
       series: [{ label: "step" }, ...this.lines.map((line) => ({
         label: line.label, stroke: css(line.color), width: 2, dash: line.dash, points: { show: sparse(line), size: 5, fill: css(line.color) },
       }))],
@@ -191,8 +200,9 @@ class Chart {
       const stroke = document.createElementNS("http://www.w3.org/2000/svg", "line");
       for (const [name, value] of Object.entries({ x1: 0, x2: 34, y1: 4, y2: 4, "stroke-width": 3, stroke: `var(${line.color})`, "stroke-dasharray": line.dash.join(" ") })) stroke.setAttribute(name, value);
       sample.append(stroke);
-      const values = line.curve.y.filter((value) => value !== null);
-      return make("li", {}, sample, `${line.label}: ${number(values.length ? values[values.length - 1] : null)}`);
+      const { y } = line.curve;
+      const last = y.length && y[y.length - 1] === null ? "not finite" : y[y.length - 1];
+      return make("li", {}, sample, `${line.label}: ${number(last)}`);
     }));
   }
 

@@ -2,7 +2,7 @@
 
 Pooling and heads get the padded batch they expect; the blocks before them get one row of documents. This is for models
 with a module of blocks that takes and returns hidden states, such as BERT. On CPUs the embeddings before the blocks get
-the same row if they treat every token alone; on GPUs their time does not matter.
+the same row if they are known to treat every token alone; on GPUs their time does not matter.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ..proof.dropout import without_dropout
 PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 """Arguments of embeddings with one number per token."""
 NEEDED = {"input_ids", "position_ids"}
+LIBRARIES = ("torch", "transformers", "peft")
+"""Packages whose embeddings treat every token alike: what one batch shows holds for all."""
 UNUSED = ("inputs_embeds", "past_key_values_length")
 """Further arguments that embeddings may have; if one is used, the embeddings stay padded."""
 
@@ -29,19 +31,19 @@ class ReplacedForward:
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self.module, self._run = module, run
         self.original = module.forward
-        self._before: Any = None
+        self.set_before: Any = None
         """A `forward` that was set on the module before; `remove` restores it."""
 
     def install(self) -> None:
         if self.module.__dict__.get("forward") == self._run:
             return
-        self._before, self.original = self.module.__dict__.get("forward"), self.module.forward
+        self.set_before, self.original = self.module.__dict__.get("forward"), self.module.forward
         self.module.forward = self._run
 
     def remove(self) -> None:
         self.module.__dict__.pop("forward", None)
-        if self._before is not None:
-            self.module.forward = self._before
+        if self.set_before is not None:
+            self.module.forward = self.set_before
 
 
 class UnpaddedEncoder:
@@ -97,7 +99,10 @@ def within(places: Tensor, count: int) -> Tensor:
 
 
 class UnpaddedEmbeddings:
-    """Embeddings that get the real tokens as one row, once a batch has shown that the row has the same numbers."""
+    """Embeddings that get the real tokens as one row, once a batch has shown that the row has the same numbers.
+
+    Only code of a library: other code may look at neighbours where it finds a token that only later batches have.
+    """
 
     def __init__(self, embeddings: nn.Module, encoder: UnpaddedEncoder) -> None:
         self.replaced = ReplacedForward(embeddings, self._run)
@@ -119,17 +124,22 @@ class UnpaddedEmbeddings:
         if code != self._code:  # a callback may have changed what a module computes
             self._is_same, self._code = None, code
         if self._is_same is None:
-            self._is_same = self._has_same_numbers(given, row, places)
+            self._is_same = self._is_known() and self._has_same_numbers(given, row, places)
         if not self._is_same:
             return self.replaced.original(*args, **kwargs)
         self.shape = tuple(given["input_ids"].shape)
         return self.replaced.original(**row)
 
     def _code_now(self) -> list[Any]:
-        """What the modules of the embeddings compute: their classes and the functions set on them."""
-        inner = [module for module in self.replaced.module.modules() if module is not self.replaced.module]
-        own = (type(self.replaced.module), self.replaced.original)
-        return [own, *((type(module), module.__dict__.get("forward")) for module in inner)]
+        """What the modules of the embeddings compute: their classes and functions, and functions set on them."""
+        modules = self.replaced.module.modules()
+        inner = [_code_of(each, each.__dict__.get("forward")) for each in modules if each is not self.replaced.module]
+        return [_code_of(self.replaced.module, self.replaced.set_before), *inner]
+
+    def _is_known(self) -> bool:
+        """Whether all code of the embeddings is that of a library."""
+        homes = {each.__module__.partition(".")[0] for code in self._code for each in code if each is not None}
+        return homes <= set(LIBRARIES)
 
     @torch.no_grad()
     def _has_same_numbers(self, given: dict[str, Any], row: dict[str, Any], places: Tensor) -> bool:
@@ -144,6 +154,11 @@ class UnpaddedEmbeddings:
         tokens = padded.flatten(0, 1)
         expected = tokens.index_select(0, within(places, len(tokens))).unsqueeze(0)
         return bool(torch.equal(expected, alone))
+
+
+def _code_of(module: nn.Module, function: Any) -> tuple[Any, ...]:
+    """What a module computes: its class, the function of its class, and one that is set on it, if any."""
+    return type(module), type(module).forward, function
 
 
 def can_be_a_row(given: dict[str, Any]) -> bool:

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from ..core.measure.ledger import COMPILING
-from ..core.measure.pacing import Pacing
-from ..core.measure.throughput import Interval, ThroughputMeter
-from ..core.update import Update
-from ..notices import logger
-from ..speed.compile.compile_time import CompileTime
-from ..speed.measure.flops import Operations, count_operations
-from ..speed.measure.peaks import device_name, device_peak
-from ..speed.measure.step_timing import Split, TimeSplit, next_sample
-from ..speed.measure.sustained import sustained_operations
-from ..speed.report import SpeedReport, report_of
-from .devices import memory_figures
-from .loss.targets import predicts_next_token
+from ...core.measure.ledger import COMPILING
+from ...core.measure.pacing import Pacing
+from ...core.measure.throughput import Interval, ThroughputMeter
+from ...core.update import Update
+from ...notices import logger
+from ...speed.compile.compile_time import CompileTime
+from ...speed.measure.flops import Operations, count_operations
+from ...speed.measure.peaks import device_name, device_peak
+from ...speed.measure.step_timing import Split, TimeSplit, next_sample
+from ...speed.measure.sustained import sustained_operations
+from ...speed.report import SpeedReport, report_of
+from ..devices import memory_figures
+from ..loss.targets import predicts_next_token
+from ..part import TorchPart
 from .memory_metrics import host_peak
-from .part import TorchPart
 
 GIB = 2**30
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ModelError
-from .models import trainable
+from ...errors import ModelError
+from ..models import trainable
+from ..part import KerasPart
 from .optimizers import build_optimizer
-from .part import KerasPart
 from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
 
 

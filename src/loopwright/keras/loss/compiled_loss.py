@@ -6,7 +6,7 @@ from typing import Any
 
 from keras import ops, tree
 
-from .models import is_legacy
+from ..models import is_legacy
 
 
 class KerasLoss:

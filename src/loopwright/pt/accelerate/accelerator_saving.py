@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ArgumentsError, NotAvailable
-from .hooks import TorchHooks
+from ...errors import ArgumentsError, NotAvailable
+from ..hooks import TorchHooks
 
 
 class AcceleratorSaving:

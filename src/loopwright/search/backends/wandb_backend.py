@@ -12,16 +12,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..core.outputs import BestRun
-from ..core.trial import folder_name
-from ..errors import ArgumentsError, MissingPackage, SearchError
-from .coordinator import better, never
-from .journal import Task
+from ...core.outputs import BestRun
+from ...core.trial import folder_name
+from ...errors import ArgumentsError, MissingPackage, SearchError
+from ..coordinator import better, never
+from ..journal import Task
+from ..session import Search, best_run
+from ..space import DEFAULT, Choice, Interval, Space
+from ..trial_run import Job
+from ..trials import RandomTrial
 from .own_backend import OwnSearch
-from .session import Search, best_run
-from .space import DEFAULT, Choice, Interval, Space
-from .trial_run import Job
-from .trials import RandomTrial
 
 OPTIONS = ("sweep_id", "project", "name", "entity", "metric")
 """The options that transformers has for sweeps."""

@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..args.field import nearest
-from ..core.outputs import BestRun
-from ..core.trial import CONTINUE, PAUSE
-from ..errors import ArgumentsError, SearchError
-from ..notices import logger
-from .coordinator import Decide, Listen
-from .journal import Entry, Journal, Task
-from .plans import Halving, Independent, Plan, Population, best_of
-from .session import BaseSearch, best_run
-from .space import Space
-from .trial_run import Job, Outcome
-from .trials import RandomTrial
+from ...args.field import nearest
+from ...core.outputs import BestRun
+from ...core.trial import CONTINUE, PAUSE
+from ...errors import ArgumentsError, SearchError
+from ...notices import logger
+from ..coordinator import Decide, Listen
+from ..journal import Entry, Journal, Task
+from ..plans import Halving, Independent, Plan, Population, best_of
+from ..session import BaseSearch, best_run
+from ..space import Space
+from ..trial_run import Job, Outcome
+from ..trials import RandomTrial
 
 INHERITED = "inherited"
 """Folder of a trial with the checkpoint of another one that it continues from."""

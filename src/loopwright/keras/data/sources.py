@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.order import Order
-from ..errors import DataError
+from ...core.order import Order
+from ...errors import DataError
 from .host_batch import HostBatch, as_array, leaves, mapped, rows_of
 
 Finish = Callable[[Any], HostBatch]

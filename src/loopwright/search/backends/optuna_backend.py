@@ -7,14 +7,14 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from ..core.outputs import BestRun
-from ..core.shutdown.signals import Interrupted
-from ..core.trial import CONTINUE, PRUNE
-from ..errors import ArgumentsError, MissingPackage, SearchError
-from ..notices import logger
-from .coordinator import Decide
-from .session import BaseSearch, best_run
-from .trial_run import Job, Outcome
+from ...core.outputs import BestRun
+from ...core.shutdown.signals import Interrupted
+from ...core.trial import CONTINUE, PRUNE
+from ...errors import ArgumentsError, MissingPackage, SearchError
+from ...notices import logger
+from ..coordinator import Decide
+from ..session import BaseSearch, best_run
+from ..trial_run import Job, Outcome
 
 STUDY, FILE = "search", "study.log"
 FINGERPRINT, FOLDER, NAME, CHECKPOINT, STEP = (

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from ..core.measure.host_memory import MemoryMeter, free_memory as free_memory, host_peak as host_peak
-from .devices import memory_figures, reset_peak_memory
+from ...core.measure.host_memory import MemoryMeter, free_memory as free_memory, host_peak as host_peak
+from ..devices import memory_figures, reset_peak_memory
 
 
 def meter_of(device: torch.device) -> MemoryMeter:

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.evaluation.entry import named_eval_dataset
-from ..core.order import Order
-from ..core.part import DataPart
-from ..core.plan import Plan, make_plan
-from ..core.update import Place
-from ..core.user_code.overrides import is_overridden
-from ..errors import ArgumentsError, DataError
+from ...core.evaluation.entry import named_eval_dataset
+from ...core.order import Order
+from ...core.part import DataPart
+from ...core.plan import Plan, make_plan
+from ...core.update import Place
+from ...core.user_code.overrides import is_overridden
+from ...errors import ArgumentsError, DataError
+from ..part import KerasPart
 from .host_batch import HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
-from .part import KerasPart
 from .sources import (
     MapSource,
     Source,

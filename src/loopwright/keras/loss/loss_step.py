@@ -8,14 +8,14 @@ from typing import Any
 
 from keras import ops, tree
 
-from ..core.part import LossPart
-from ..core.update import Update
-from ..core.user_code.overrides import accepts, adapt, names_parameter
-from ..errors import ModelError
+from ...core.part import LossPart
+from ...core.update import Update
+from ...core.user_code.overrides import accepts, adapt, names_parameter
+from ...errors import ModelError
+from ..data.host_batch import IGNORED, count_targets
+from ..models import call_model, loss_and_outputs
+from ..part import KerasPart
 from .compiled_loss import is_integer, per_row
-from .host_batch import IGNORED, count_targets
-from .models import call_model, loss_and_outputs
-from .part import KerasPart
 from .smoothing import smoothed
 
 

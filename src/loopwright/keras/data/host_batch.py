@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.evaluation.predictions import first_leaf, map_nested
-from ..errors import DataError
+from ...core.evaluation.predictions import first_leaf, map_nested
+from ...errors import DataError
 
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "end_positions")
 IGNORED = -100

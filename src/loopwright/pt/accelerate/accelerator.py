@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..args.groups.distributed import read_accelerator_config
-from ..core.update import MicroBatch
-from ..errors import NotAvailable
+from ...args.groups.distributed import read_accelerator_config
+from ...core.update import MicroBatch
+from ...errors import NotAvailable
+from ..arguments import TrainingArguments
+from ..checkpoint.tensors import plain_module
+from ..data.loaders import data_seed
+from ..data.prepared import PreparedLoader, order_by_epoch, share_evenly
+from ..data.shard import is_shared
+from ..hooks import TorchHooks
+from ..strategies.base import ManyProcesses
+from ..strategies.single import SingleDevice
 from .accelerator_saving import AcceleratorSaving
 from .accelerator_values import combined, first_samples, has_tensors, part_of, scaled
-from .arguments import TrainingArguments
-from .checkpoint.tensors import plain_module
-from .data.loaders import data_seed
-from .data.prepared import PreparedLoader, order_by_epoch, share_evenly
-from .data.shard import is_shared
-from .hooks import TorchHooks
-from .strategies.base import ManyProcesses
-from .strategies.single import SingleDevice
 
 INSTEAD = {
     "register_save_state_pre_hook": "a callback's on_save",

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..args.base import BaseArguments
-from ..args.field import nearest
-from ..core.events import TrainerCallback
-from ..core.outputs import BestRun
-from ..core.trial import Reply, folder_name
-from ..errors import ArgumentsError, MissingPackage, SearchError
-from .coordinator import checked
-from .recipe import Recipe
-from .session import Search, best_run
-from .space import Choice, Interval, Space
-from .trial_run import Job, run_trial
+from ...args.base import BaseArguments
+from ...args.field import nearest
+from ...core.events import TrainerCallback
+from ...core.outputs import BestRun
+from ...core.trial import Reply, folder_name
+from ...errors import ArgumentsError, MissingPackage, SearchError
+from ..coordinator import checked
+from ..recipe import Recipe
+from ..session import Search, best_run
+from ..space import Choice, Interval, Space
+from ..trial_run import Job, run_trial
 
 OBJECTIVE, CHECKPOINT = "objective", "loopwright_checkpoint"
 SCOPE = "RAY_SCOPE"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentsError, MissingPackage
+from ...errors import ArgumentsError, MissingPackage
 
 if TYPE_CHECKING:
-    from .arguments import TrainingArguments
+    from ..arguments import TrainingArguments
 
 
 def initialize_accelerate(args: TrainingArguments) -> Any:
@@ -22,7 +22,7 @@ def initialize_accelerate(args: TrainingArguments) -> Any:
     on_cpu = args.device.type == "cpu"
     if not states.PartialState._shared_state:
         if args.world_size > 1:
-            from .distributed.process_group import open_processes
+            from ..distributed.process_group import open_processes
 
             open_processes(args.device, backend=args.ddp_backend, timeout=args.ddp_timeout_delta)
         states.PartialState(cpu=on_cpu)

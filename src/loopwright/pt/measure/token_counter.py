@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.update import Update
-from ..core.user_code.overrides import adapt
-from .data.columns import innermost
+from ...core.update import Update
+from ...core.user_code.overrides import adapt
+from ..data.columns import innermost
 
 WHOLE = (torch.int64, torch.int32)
 """Dtypes of token ids; other main inputs (pixels, sound) have no tokens."""

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ..args.field import nearest
-from ..args.groups.optimizer import OptimizerArgs
-from ..errors import ArgumentsError
-from .models import variable_name
+from ...args.field import nearest
+from ...args.groups.optimizer import OptimizerArgs
+from ...errors import ArgumentsError
+from ..models import variable_name
 
 UNDECAYED = re.compile(r"bias|layer_?norm|rms_?norm|normalization|(?:^|[/_.])norm(?:[/_.]|$)|/(gamma|beta)(:0)?$", re.I)
 """Variables without weight decay: biases and those of normalization layers."""

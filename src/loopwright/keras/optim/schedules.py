@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..args.reading import read_dict
-from ..core.evaluation.metrics import better
-from ..core.schedules import build_schedule
-from ..errors import ArgumentsError
-from .arguments import KerasTrainingArguments
-from .strategy import KerasStrategy
+from ...args.reading import read_dict
+from ...core.evaluation.metrics import better
+from ...core.schedules import build_schedule
+from ...errors import ArgumentsError
+from ..arguments import KerasTrainingArguments
+from ..strategy import KerasStrategy
 
 
 class ScheduledRate:

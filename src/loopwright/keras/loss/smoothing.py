@@ -6,9 +6,9 @@ from typing import Any
 
 from keras import ops
 
-from ..errors import ModelError
+from ...errors import ModelError
+from ..data.host_batch import IGNORED
 from .compiled_loss import is_integer, per_row
-from .host_batch import IGNORED
 
 
 def smoothed(outputs: Any, labels: Any, factor: float, weights: Any, *, from_logits: bool) -> tuple[Any, Any]:

@@ -1,0 +1,1 @@
+"""The loss of a Keras model, and the items it counts."""

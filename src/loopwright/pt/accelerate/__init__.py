@@ -1,0 +1,1 @@
+"""What scripts expect of accelerate: `trainer.accelerator` and its state."""

@@ -1,0 +1,1 @@
+"""What is measured with PyTorch: memory, throughput, tokens."""

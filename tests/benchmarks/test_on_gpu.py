@@ -1,0 +1,43 @@
+"""The steps of the GPU benchmark call scripts that exist, with options that they have, and end in time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import everyday  # noqa: E402
+import on_gpu  # noqa: E402
+
+
+@pytest.mark.parametrize("name", on_gpu.STEPS)
+def test_a_step_calls_a_script_with_its_options(name: str) -> None:
+    script, *words = on_gpu.STEPS[name].command.split()
+    assert on_gpu.STEPS[name].usual < on_gpu.STEPS[name].longest
+    if script == "-m":
+        assert (BENCHMARKS.parent / words[1]).is_dir()
+    elif script == "everyday.py":
+        everyday.parser().parse_args(words)
+    else:
+        text = (BENCHMARKS / script).read_text()
+        assert all(f'"{word}"' in text for word in words if word.startswith("--"))
+
+
+def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    log, started = tmp_path / "log", time.monotonic()
+    assert on_gpu.run(on_gpu.Step(f"{tmp_path}/slow.py", 1, 2), tmp_path, log, 5) == "timed out"
+    assert log.read_text() == "begun\n" and time.monotonic() - started < 120
+
+
+def test_what_does_not_fit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--minutes", "0.1", "--to", str(tmp_path)])
+    on_gpu.main()
+    assert capsys.readouterr().out.count("left out") == len(on_gpu.STEPS) and not list(tmp_path.iterdir())
