@@ -30,10 +30,11 @@ Pieces = list[tuple[Any, list[Any]]]
 
 SINGLE = 1e-6
 """Relative rounding error of a loss in single precision."""
-SPARINGLY = ((False, False), (True, False), (True, True))
-"""In half precision, and with gradients: how losses of all samples are computed, until there is no error.
+LOW_MEMORY_MODES = ((False, False), (True, False), (True, True))
+"""Whether half precision is allowed, and whether gradients are kept: modes for losses of all samples, tried in order.
 
-Half precision hides that a few per cent of a loss couple samples. A loss may need gradients itself.
+Half precision comes second: it could hide a small part of a loss that compares samples. A loss may need gradients
+itself, so the last mode keeps them.
 """
 FEW_PLACES = 8192
 """Positions of a batch up to which all of it is used; of a larger one, some samples are used."""
@@ -145,13 +146,13 @@ def fitting_all(
 ) -> tuple[Denominator, ...]:
     """Those of the assumed denominators that fit a batch and its parts; all of them if it is not informative.
 
-    No more memory than in training is taken: without gradients, a micro-batch has room in single precision, several
-    that are joined in the precision of training.
+    This needs no more memory than training: without gradients, one micro-batch fits in single precision, and joined
+    ones fit in the precision of training.
     """
     whole, parts = pieces
-    for in_half, keeps_graph in SPARINGLY[is_joined:]:
+    for in_half, keeps_graph in LOW_MEMORY_MODES[is_joined:]:
         try:
-            with probe.sparingly(in_half=in_half, keeps_graph=keeps_graph), probe.trying():
+            with probe.in_less_memory(in_half=in_half, keeps_graph=keeps_graph), probe.trying():
                 found = [probe.measure(each, items_of(each), with_gradient=False) for each in (whole, *parts)]
                 equation = Equation(found[0], found[1:], parts)
                 fitting = tuple(by for by in assumed if equation.fits(by, label_names, probe))

@@ -91,7 +91,7 @@ class LossProbe:
     _mode: bool | None = None
 
     @contextmanager
-    def sparingly(self, *, in_half: bool, keeps_graph: bool) -> Iterator[None]:
+    def in_less_memory(self, *, in_half: bool, keeps_graph: bool) -> Iterator[None]:
         """A context in which losses take less memory: in the precision of training, without what gradients need."""
         before = self.may_leave_half, self._in_half, self.tolerance, self.is_exact, self._with_gradients
         if in_half:
