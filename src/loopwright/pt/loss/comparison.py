@@ -145,8 +145,8 @@ def fitting_all(
 ) -> tuple[Denominator, ...]:
     """Those of the believed denominators that fit a batch and its parts; all of them if it is not informative.
 
-    No more memory than in training is taken: without gradients, a micro-batch has room in single precision, several
-    that are joined in the precision of training.
+    No more memory than in training is taken: without gradients, a micro-batch fits in single precision, and several
+    that are joined fit in the precision of training.
     """
     whole, parts = pieces
     for in_half, keeps_graph in SPARINGLY[is_joined:]:
