@@ -76,7 +76,7 @@ BY_STRING: dict[str, str] = {
     "core/checkpoint/remote.py": "fsspec is optional, and core names no package it cannot be without",
     "pt/data/columns.py": "the home of a collator is compared, nothing is imported",
     "pt/optim/optimizers/packaged.py": "a table of other packages' optimizers",
-    "tasks/import_path.py": "an import path is the user's",
+    "tasks/model/import_path.py": "an import path is the user's",
     "reporters/registry.py": "a reporter is imported when `report_to` names it",
 }
 """Files that name modules by strings, and why: what reads the code cannot follow these."""

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("cli-signals")
 
 SOURCES = Path(loopwright.__file__).parent
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PARTS = ("config/loading.py", "tasks/readers.py", "tasks/table_model.py", "config/run_control.py",
+PARTS = ("config/loading.py", "tasks/data/readers.py", "tasks/model/table_model.py", "config/run_control.py",
          "core/resuming/beginning.py", "pt/optim/creation.py", "core/loop.py", "report/page.py")  # fmt: skip
 """Files of the parts of a run, in order: configuration, data, model, trainer, folder, optimizer, updates, report."""
 COMPARED = ("step", "loss", "eval_loss", "learning_rate", "grad_norm", "train_loss", "epoch")
@@ -144,7 +144,7 @@ def test_a_signal_in_each_part(forks: Forks, folder: Path, course: Course) -> No
 
 
 def test_a_signal_before_training_says_so(forks: Forks, folder: Path, course: Course) -> None:
-    point, case = next(point for point in course.points if point.file == "tasks/readers.py"), folder / "before"
+    point, case = next(point for point in course.points if point.file == "tasks/data/readers.py"), folder / "before"
     where = {"file": point.file, "line": point.line, "time": point.time}
     assert forks.run("signalled", case, timeout=200, number=int(signal.SIGUSR1), **where) == 75
     lines = said(case).splitlines()

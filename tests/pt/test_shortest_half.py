@@ -90,18 +90,18 @@ def trained(folder: Path, model: Words) -> Any:
     return trainer._loopwright.run.accounting
 
 
-def test_single_precision_is_computed_on_short_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, single = LossProbe._computed, []
+def test_gradients_in_single_precision_are_those_of_short_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, with_gradients = LossProbe.measure, []
 
-    def noted(probe: LossProbe, inputs: dict[str, Any], items: Any) -> Any:
-        if probe.may_leave_half:
-            single.append(inputs["input_ids"].numel())
-        return compute(probe, inputs, items)
+    def noted(probe: LossProbe, inputs: dict[str, Any], items: Any, **how: Any) -> Any:
+        if probe.may_leave_half and how.get("with_gradient", True):
+            with_gradients.append(inputs["input_ids"].numel())
+        return measure(probe, inputs, items, **how)
 
-    monkeypatch.setattr(LossProbe, "_computed", noted)
+    monkeypatch.setattr(LossProbe, "measure", noted)
     found = trained(tmp_path, Words())
     assert found.is_additive, found.reason
-    assert single and max(single) == 8 * 9  # the short halves of two micro-batches, joined
+    assert with_gradients and max(with_gradients) == 8 * 9  # the short halves of two micro-batches, joined
 
 
 def test_a_model_that_needs_rows_of_one_width_gets_them(tmp_path: Path) -> None:

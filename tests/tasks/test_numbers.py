@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from loopwright.config import build_trainer, load_config
 from loopwright.errors import DataError
-from loopwright.tasks.images import ImageTransform
+from loopwright.tasks.data.images import ImageTransform
 from loopwright.tasks.metrics import number_scores
 from tests.tasks import tiny
 from tests.tasks.cases import write_config

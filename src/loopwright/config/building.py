@@ -41,7 +41,7 @@ def trainer_of(config: Config, materials: Materials) -> Trainer:
     """The trainer of a configuration whose model and data were loaded."""
     from ..pt.seq2seq import Seq2SeqTrainer
     from ..pt.trainer import Trainer
-    from ..tasks.models import check_ids, check_lengths
+    from ..tasks.model.models import check_ids, check_lengths
 
     given = materials.train_dataset
     for samples in (*(given.values() if isinstance(given, dict) else [given]), materials.eval_dataset):

@@ -24,7 +24,7 @@ HOOKS = (
 )  # fmt: skip
 FORWARD = "forward"
 NOT_OURS = ("_compiled_call_impl", FORWARD)
-"""Attributes of modules that accelerations set and remove; other `forward` functions are read by other means."""
+"""Attributes of modules that accelerations set and remove; a `forward` that the user has set is read by other means."""
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, which a forward does not change, or which are read by other means."""
 DEEPEST = 3

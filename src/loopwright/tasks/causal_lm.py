@@ -10,7 +10,7 @@ from .request import Request
 def build(request: Request) -> Materials:
     """Model and data of causal language modelling."""
     from ..pt.data.collators import DataCollatorForSeq2Seq
-    from .models import load_causal_model, load_tokenizer
+    from .model.models import load_causal_model, load_tokenizer
 
     tokenizer = load_tokenizer(request)
     notes: list[str] = []

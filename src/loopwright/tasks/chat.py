@@ -11,10 +11,10 @@ from typing import Any
 from ..args.field import Group, arg
 from ..args.problems import short
 from ..errors import ArgumentsError, DataError, ModelError
+from .data.readers import Rows, each_source, missing_file, need_column, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
 from .language import METRICS, token_metrics
-from .readers import Rows, each_source, missing_file, need_column, read_splits
 from .request import Request
 
 
@@ -37,7 +37,7 @@ class ChatData(LengthFields, ChatColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of a chat model."""
     from ..pt.data.collators import DataCollatorForSeq2Seq
-    from .models import load_causal_model, load_tokenizer
+    from .model.models import load_causal_model, load_tokenizer
 
     tokenizer = load_tokenizer(request)
     _set_template(tokenizer, request)

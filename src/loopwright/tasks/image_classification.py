@@ -34,9 +34,9 @@ class ImageData(ImageFields, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of image classification."""
     from ..pt.data.collators import DefaultDataCollator
-    from .images import Images, image_files, transform_for
-    from .labels import class_metrics, unseen_classes
-    from .models import known_labels, load_model
+    from .data.images import Images, image_files, transform_for
+    from .data.labels import class_metrics, unseen_classes
+    from .model.models import known_labels, load_model
 
     data: ImageData = request.data
     if not isinstance(data.train, str):

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..args.field import Group, arg
 from ..errors import DataError
+from .data.readers import Rows, each_source, need_text, read_splits
 from .fields import DataFields, LengthFields
-from .readers import Rows, each_source, need_text, read_splits
 from .request import Request
 
 METRICS = {

@@ -28,7 +28,7 @@ class MaskedData(MaskFields, CorpusData):
 def build(request: Request) -> Materials:
     """Model and data of masked language modelling."""
     from ..pt.data.collators import DataCollatorForLanguageModeling
-    from .models import load_model, load_tokenizer
+    from .model.models import load_model, load_tokenizer
 
     data: MaskedData = request.data
     tokenizer = load_tokenizer(request)

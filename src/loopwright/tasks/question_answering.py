@@ -8,9 +8,9 @@ from typing import Any
 from ..args.field import Group, arg, non_negative, positive
 from ..args.problems import short
 from ..errors import ArgumentsError, DataError
+from .data.readers import Rows, each_source, need_column, need_text, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, each_source, need_column, need_text, read_splits
 from .request import Request
 
 LONGEST_ANSWER = 30
@@ -42,7 +42,7 @@ class QuestionData(QuestionColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of question answering."""
     from ..pt.data.collators import DataCollatorWithPadding
-    from .models import load_model, load_tokenizer
+    from .model.models import load_model, load_tokenizer
 
     if request.data.stride >= request.data.max_length:
         raise ArgumentsError(

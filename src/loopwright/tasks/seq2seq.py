@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.field import Group, arg, positive
+from .data.readers import Rows, each_source, need_text, need_tokens, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, each_source, need_text, need_tokens, read_splits
 from .request import Request
 
 
@@ -33,7 +33,7 @@ class PairData(PairColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of text to text."""
     from ..pt.data.collators import DataCollatorForSeq2Seq
-    from .models import load_model, load_tokenizer
+    from .model.models import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(request)
     train, held = read_splits(request)

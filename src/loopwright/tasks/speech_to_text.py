@@ -9,9 +9,9 @@ from typing import Any
 
 from ..args.field import Group, arg, positive
 from ..errors import DataError
+from .data.readers import Rows, each_source, need_text, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, each_source, need_text, read_splits
 from .request import Request
 
 MOST_CHARACTERS = 60
@@ -36,7 +36,7 @@ class SpeechData(SpeechColumns, DataFields):
 
 def build(request: Request) -> Materials:
     """Model and data of speech to text."""
-    from .models import load_model, load_processor, load_tokenizer
+    from .model.models import load_model, load_processor, load_tokenizer
 
     tokenizer, extractor = load_tokenizer(request), load_processor(request, "AutoFeatureExtractor")
     train, held = read_splits(request)
@@ -73,7 +73,7 @@ def build(request: Request) -> Materials:
 
 
 def _encoded(rows: Rows, tokenizer: Any, extractor: Any, request: Request, notes: list[str]) -> list[dict[str, Any]]:
-    from .audio import read_audio
+    from .data.audio import read_audio
 
     data: SpeechData = request.data
     need_text(rows, data.audio_column, "data.audio_column", request)

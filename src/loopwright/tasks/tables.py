@@ -10,9 +10,9 @@ from typing import Any
 from ..args.field import Group, advised, arg, list_of_names
 from ..args.problems import short
 from ..errors import ArgumentsError, DataError
+from .data.readers import Rows, each_source, missing_file, need_column, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields
-from .readers import Rows, each_source, missing_file, need_column, read_splits
 from .request import Request
 
 LARGEST = 3.4028234e38
@@ -48,9 +48,9 @@ def _build(request: Request, *, classes: bool) -> Materials:
     import torch
 
     from ..pt.data.collators import DefaultDataCollator
-    from .labels import class_metrics, label_names, label_notes, with_numbers
+    from .data.labels import class_metrics, label_names, label_notes, with_numbers
     from .metrics import chosen, number_scores
-    from .table_model import TableModel, multilayer_perceptron
+    from .model.table_model import TableModel, multilayer_perceptron
 
     data: TableData = request.data
     train, held = read_splits(request, _read)
@@ -105,8 +105,8 @@ def _check_mlp(request: Request) -> None:
 
 
 def _body(request: Request) -> Any:
-    from .import_path import is_import_path
-    from .models import load_model
+    from .model.import_path import is_import_path
+    from .model.models import load_model
 
     if not is_import_path(str(request.model.name)):
         raise ArgumentsError(
@@ -119,7 +119,7 @@ def _body(request: Request) -> Any:
 
 
 def _read(request: Request, split: str, source: str) -> Rows:
-    from .readers import read_source
+    from .data.readers import read_source
 
     return _arrays(Path(source), request, split) if source.endswith(".npz") else read_source(request, split, source)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.field import Group, arg, list_of_names
+from .data.readers import each_source, need_column, need_text, need_tokens, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
-from .readers import each_source, need_column, need_text, need_tokens, read_splits
 from .request import Request
 
 
@@ -35,8 +35,8 @@ class TextData(LengthFields, TextColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of text classification."""
     from ..pt.data.collators import DataCollatorWithPadding
-    from .labels import class_metrics, label_names, label_notes, with_numbers
-    from .models import load_model, load_tokenizer
+    from .data.labels import class_metrics, label_names, label_notes, with_numbers
+    from .model.models import load_model, load_tokenizer
 
     data: TextData = request.data
     train, held = read_splits(request)

@@ -8,9 +8,9 @@ from typing import Any
 from ..args.field import Group, arg, list_of_names
 from ..args.problems import short
 from ..errors import DataError
+from .data.readers import Rows, each_source, need_column, need_tokens, read_splits
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
-from .readers import Rows, each_source, need_column, need_tokens, read_splits
 from .request import Request
 
 
@@ -36,8 +36,8 @@ class TokenData(LengthFields, TokenColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of token classification."""
     from ..pt.data.collators import DataCollatorForTokenClassification
-    from .labels import label_names, label_notes
-    from .models import load_model, load_tokenizer
+    from .data.labels import label_names, label_notes
+    from .model.models import load_model, load_tokenizer
 
     data: TokenData = request.data
     train, held = read_splits(request)
@@ -83,7 +83,7 @@ def _check_rows(rows: Rows, request: Request) -> None:
 
 def _encoded(rows: Rows, tokenizer: Any, names: list[str], data: TokenData) -> list[dict[str, Any]]:
     """The rows as tokens; the first token of a word has its tag as label, the others none."""
-    from .labels import name_of
+    from .data.labels import name_of
 
     numbers = {name: index for index, name in enumerate(names)}
     glues = _glues_words(tokenizer)

@@ -101,7 +101,7 @@ def within(places: Tensor, count: int) -> Tensor:
 class UnpaddedEmbeddings:
     """Embeddings that get the real tokens as one row, once a batch has shown that the row has the same numbers.
 
-    Only for code of a library: other code may read neighbouring tokens, in cases that only later batches contain.
+    Only code of a library: other code may read neighbours where it finds a token that only later batches have.
     """
 
     def __init__(self, embeddings: nn.Module, encoder: UnpaddedEncoder) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..args.field import nearest
-from ..errors import ArgumentsError, DataError
-from .request import Request
+from ...args.field import nearest
+from ...errors import ArgumentsError, DataError
+from ..request import Request
 
 OPTIONS: dict[str, Any] = {"hidden": [64, 64], "dropout": 0.0}
 

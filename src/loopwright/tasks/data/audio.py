@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, MissingPackage
+from ...errors import DataError, MissingPackage
 
 WIDTHS = {1: (np.uint8, 128.0, 128.0), 2: (np.int16, 0.0, 32768.0), 4: (np.int32, 0.0, 2147483648.0)}
 """By bytes of a sample: its type, the value of silence, and the largest amplitude."""

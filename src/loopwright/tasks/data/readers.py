@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..args.field import advised
-from ..args.problems import short
-from ..errors import ArgumentsError, DataError, MissingPackage
-from .fields import DataFields
-from .request import Request
+from ...args.field import advised
+from ...args.problems import short
+from ...errors import ArgumentsError, DataError, MissingPackage
+from ..fields import DataFields
+from ..request import Request
 
 Row = dict[str, Any]
 HALF = re.compile(r"\\u[dD][89a-fA-F]")

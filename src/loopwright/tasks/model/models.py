@@ -6,14 +6,14 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from ..args.field import nearest
-from ..args.problems import short
-from ..errors import ArgumentsError, MissingPackage, ModelError
-from ..notices import logger
+from ...args.field import nearest
+from ...args.problems import short
+from ...errors import ArgumentsError, MissingPackage, ModelError
+from ...notices import logger
+from ..data.readers import missing_file
+from ..request import Request
 from .import_path import imported, is_import_path, user_code
 from .lora import with_adapter
-from .readers import missing_file
-from .request import Request
 
 POSITIONS = ("position_embeddings", "wpe", "embed_positions")
 """Names of tables with a row for each position; other models compute positions, and have no limit."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from ..args.field import nearest
-from ..errors import ArgumentsError, MissingPackage
-from .fields import LoraFields
-from .request import Request
+from ...args.field import nearest
+from ...errors import ArgumentsError, MissingPackage
+from ..fields import LoraFields
+from ..request import Request
 
 KINDS = {
     "AutoModelForCausalLM": "CAUSAL_LM",

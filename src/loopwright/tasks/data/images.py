@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentsError, DataError, MissingPackage, ModelError
+from ...errors import ArgumentsError, DataError, MissingPackage, ModelError
+from ..request import Request
 from .readers import missing_file
-from .request import Request
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 FILE = "preprocessor_config.json"

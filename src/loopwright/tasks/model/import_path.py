@@ -19,8 +19,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
-from ..args.field import nearest
-from ..errors import ArgumentsError, LoopwrightError, ModelError
+from ...args.field import nearest
+from ...errors import ArgumentsError, LoopwrightError, ModelError
 
 PATTERN = re.compile(r"([A-Za-z_][\w.\-]*(?:/[\w.\-]+)*):([A-Za-z_]\w*)")
 MODEL_FILES = (

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..args.problems import short
-from ..errors import ArgumentsError, DataError
-from .metrics import chosen, class_scores
-from .models import known_labels
+from ...args.problems import short
+from ...errors import ArgumentsError, DataError
+from ..metrics import chosen, class_scores
+from ..model.models import known_labels
+from ..request import Request
 from .readers import Rows
-from .request import Request
 
 MOST_CLASSES = 10_000
 MOST_NAMED = 5

@@ -1,0 +1,1 @@
+"""The data of tasks: rows of files, images, sounds, classes."""

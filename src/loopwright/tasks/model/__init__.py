@@ -1,0 +1,1 @@
+"""The models of tasks: loaded or built, with adapters, or of the user's own class."""
