@@ -90,8 +90,8 @@ def _is_column(values: Any) -> bool:
     )
 
 
-def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset) -> OrderedSampler:
-    """The sampler, with the order of a mixture."""
+def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset, dropped: int = 0) -> OrderedSampler:
+    """The sampler, with the order of a mixture; `dropped` samples of an epoch are not trained on."""
     order = sampler.order
     sampler.order = MixedOrder(
         n=order.n,
@@ -102,6 +102,7 @@ def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset) -> OrderedSamp
         permute=order.permute,
         sizes=tuple(dataset.sizes),
         weights=tuple(dataset.weights.values()),
+        dropped=dropped,
     )
     return sampler
 

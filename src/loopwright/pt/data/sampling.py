@@ -77,7 +77,9 @@ class Sampling(Shapes):
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
         if sampler is not None and isinstance(dataset, MixedDataset):
-            sampler = mixed_sampler(sampler, dataset)
+            batch = self.args.train_batch_size * self.strategy.data_world
+            dropped = len(dataset) % batch if self.args.dataloader_drop_last else 0
+            sampler = mixed_sampler(sampler, dataset, dropped)
         if sampler is not None and sampling_strategy(self.args) == "batch_rebalance":
             return balanced_sampler(sampler, dataset, self.args, group_size=group_size, input_name=self.input_name())
         if sampler is None or not self.args.batch_packing:
