@@ -175,3 +175,11 @@ def test_a_schedule_changes_at_its_step(tmp_path: Any, accumulated: int, drops: 
                          gradient_accumulation_steps=accumulated)  # fmt: skip
     trainer.train()
     assert found == {step: {1 if step < 10 else 2} for step in range(14)}
+
+
+def test_a_schedule_of_packed_batches_is_refused(tmp_path: Any) -> None:
+    given = {"web": [[4, 1.0], [5, 0.0]], "code": 1, "talk": 1}
+    trainer = trainer_of(made(Tokens), sources(), tmp_path, train_dataset_weights=given, max_steps=2,
+                         batch_packing="across_updates", per_device_train_batch_tokens=64)  # fmt: skip
+    with pytest.raises(ArgumentsError, match="web has a schedule, but batch_packing"):
+        trainer.train()

@@ -107,6 +107,16 @@ def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset, dropped: int =
     return sampler
 
 
+def check_packing(dataset: MixedDataset) -> None:
+    """Refuse weights by step for packed batches: which step a sample is in depends on the samples before it."""
+    for name, weight in dataset.weights.items():
+        if not isinstance(weight, (int, float)):
+            raise ArgumentsError(
+                f"train_dataset_weights: {name} has a schedule, but batch_packing fills steps with any number of "
+                "samples; use constant weights, or train without packing"
+            )
+
+
 def runs(sources: Any) -> list[tuple[int, int]]:
     """Numbers that follow each other in an array, and how often each does."""
     starts = [0, *(np.flatnonzero(np.diff(sources)) + 1).tolist(), len(sources)]
