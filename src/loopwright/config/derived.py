@@ -14,7 +14,7 @@ from ..tasks.fields import DataFields
 GENERATED = {"exact_match", "rouge_l", "token_f1"}
 """Metrics that compare generated text, for tasks that generate."""
 ERRORS = {"perplexity", "mse", "rmse", "mae", "wer", "cer"}
-"""Metrics of the tasks that are better if they are smaller; TrainingArguments knows only those that end in 'loss'."""
+"""Metrics of the tasks that are better if they are smaller, besides those that end in 'loss'."""
 
 
 def derived_arguments(

@@ -150,7 +150,7 @@ def _script_command(document: Mapping[str, Any], folder: Path) -> MakeWords:
 
 
 def _task_command(document: Mapping[str, Any], path: Path) -> MakeWords:
-    """`loopwright train` on a configuration, which has no block `search`; it lies beside it, because of relative paths."""
+    """`loopwright train` on a configuration without `search`; its file lies beside it, because of relative paths."""
     import yaml
 
     rest = path.with_name(f".{path.stem}.trial.yaml").absolute()
@@ -190,10 +190,9 @@ def _request(block: Mapping[str, Any], metric: str, *, is_task: bool) -> Request
     if block.get("jobs") is not None:
         options["n_jobs"] = block["jobs"]
     size = space.size if backend == "grid" else None
-    request = Request(
-        dict(block["space"]), None, block.get("trials", size or 20), _direction(block, metric, is_task=is_task), backend,
-        None, options,
-    )  # fmt: skip
+    direction = _direction(block, metric, is_task=is_task)
+    trials = block.get("trials", size or 20)
+    request = Request(dict(block["space"]), None, trials, direction, backend, None, options)
     request.check()
     return request
 
