@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from loopwright.cli.commands.search import read_config, summary
 from loopwright.cli.main import main
 from loopwright.errors import ArgumentsError
 from tests.search.toy import BEST, updates
+from tests.tasks.cases import write_config
 
 SCRIPT = Path(__file__).resolve().parents[1] / "search" / "training.py"
 
@@ -98,9 +100,57 @@ def test_a_file_without_the_block_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_command_that_fails_or_logs_no_metric_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, search={"metric": "eval_f1", "space": {"learning_rate": [0.1]}})
+    path = written(tmp_path, search={"metric": "eval_f1", "direction": "maximize", "space": {"learning_rate": [0.1]}})
     assert main(["search", str(path), "--no-measure"]) == 1
     assert "trial 0 logged no 'eval_f1'" in capsys.readouterr().err
     path = written(tmp_path, output_dir=str(tmp_path / "b"), search={"space": {"unknown": [1]}})
     assert main(["search", str(path), "--no-measure"]) == 1
     assert "the command of trial 0 ended with exit code 2" in capsys.readouterr().err
+
+
+def task_written(folder: Path, metric: str | None, **values: Any) -> Path:
+    config = yaml.safe_load(write_config(folder, "table-regression", output_dir=str(folder / "found"), **values)
+                            .read_text(encoding="utf-8"))  # fmt: skip
+    block = {"space": {"learning_rate": [1e-9, 0.1]}, "backend": "grid", **({"metric": metric} if metric else {})}
+    path = folder / "task.yaml"
+    path.write_text(yaml.safe_dump({**config, "search": block}), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metric", "logged", "direction"),
+    [
+        (None, "eval_loss", "minimize"),
+        ("rmse", "eval_rmse", "minimize"),
+        ("eval_mae", "eval_mae", "minimize"),
+        ("r2", "eval_r2", "maximize"),
+        ("eval_accuracy", "eval_accuracy", "maximize"),
+    ],
+)
+def test_the_direction_of_a_task_is_that_of_its_metric(
+    tmp_path: Path, metric: str | None, logged: str, direction: str
+) -> None:
+    search = read_config(task_written(tmp_path, metric))
+    assert (search.metric, search.request.directions) == (logged, [direction])
+
+
+def test_the_direction_of_a_metric_of_a_script_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentsError, match="the direction of 'eval_f1' is not known; add `direction: minimize`"):
+        read_config(written(tmp_path, search={"metric": "eval_f1"}))
+
+
+def last_value(path: Path) -> float:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row["eval_r2"] for row in rows if "eval_r2" in row][-1]
+
+
+def test_a_search_with_another_configuration_or_metric_is_not_continued(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search", str(task_written(tmp_path, "r2")), "--no-measure"]) == 0
+    found = [last_value(tmp_path / "found" / f"run-{trial}" / "metrics.jsonl") for trial in range(2)]
+    best = max(range(2), key=found.__getitem__)
+    assert f"best trial: run-{best}, eval_r2 {found[best]}" in capfd.readouterr().out
+    for path in (task_written(tmp_path, "r2", max_steps=4), task_written(tmp_path, "eval_accuracy")):
+        assert main(["search", str(path), "--no-measure"]) == 2
+        assert "is of a search with a different arguments" in capfd.readouterr().err

@@ -161,3 +161,13 @@ def test_keys_of_all_tasks_are_disjoint_from_arguments(task: str, path: Path) ->
     names = Names(TASKS[task])
     assert not {*names.blocks} & {*names.arguments} and names.spec("data.train") is not None
     assert {*TASKS[task].default_metrics} <= {*TASKS[task].metrics}
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_greater"),
+    [("rmse", False), ("eval_mae", False), ("perplexity", False), ("wer", False), ("r2", True), ("eval_loss", False)],
+)
+def test_the_best_model_has_the_smallest_error(path: Path, metric: str, is_greater: bool) -> None:
+    config = load_config(path, [f"metric_for_best_model={metric}"])
+    assert config.args.greater_is_better is is_greater
+    assert load_config(path, [f"metric_for_best_model={metric}", "greater_is_better=true"]).args.greater_is_better

@@ -123,6 +123,25 @@ def test_the_best_model_has_the_averages_it_was_measured_with(tmp_path: Any) -> 
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "callback", [EMACallback(0.8, start_step=7), SWACallback(0.9), SWACallback(7, every_n_steps=1)]
+)
+def test_a_best_model_from_before_the_averages_has_its_own_weights(tmp_path: Any, callback: Any) -> None:
+    trainer = trained(tmp_path, callback, eval_strategy="steps", eval_steps=2, save_steps=2,
+                      load_best_model_at_end=True, learning_rate=0.9)  # fmt: skip
+    assert trainer.state.best_global_step < 7
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-12)
+    with pytest.raises(ModelError, match="has no averages yet"):
+        callback.copy_to_model()
+
+
+def test_the_best_model_of_checkpoints_without_an_optimizer_has_its_averages(tmp_path: Any) -> None:
+    trainer = trained(tmp_path, EMACallback(decay=0.8), eval_strategy="steps", eval_steps=2, save_steps=2,
+                      load_best_model_at_end=True, learning_rate=0.9, save_only_model=True)  # fmt: skip
+    assert trainer.state.best_global_step < trainer.state.global_step
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-12)
+
+
 def test_frozen_parameters_and_half_precision(tmp_path: Any) -> None:
     ema = EMACallback(decay=0.5)
     model = made(Tokens).to(torch.bfloat16)

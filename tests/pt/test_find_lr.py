@@ -131,3 +131,8 @@ def test_wrong_options_of_checkpointing_are_named(tmp_path: Any, model: Any, opt
 def test_find_lr_is_a_method_of_every_trainer_of_pytorch() -> None:
     assert "heuristic" in (loopwright.Trainer.find_lr.__doc__ or "")
     assert loopwright.Seq2SeqTrainer.find_lr is loopwright.Trainer.find_lr
+
+
+def test_find_lr_without_a_learning_rate_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ArgumentsError, match="needs a learning_rate above 0"):
+        trainer_of(made(Tokens), samples(), tmp_path, learning_rate=0.0).find_lr()

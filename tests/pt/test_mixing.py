@@ -154,3 +154,32 @@ def test_a_named_value_is_not_mixed_with_the_loss_of_a_dataset(tmp_path: Any) ->
     trainer = trainer_of(made(Tokens), sources(), tmp_path, cls=Named, **OPTIONS)
     with pytest.raises(ModelError, match="'loss_web', which is the loss of a dataset of train_dataset; use another"):
         trainer.train()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_a_schedule_changes_at_its_step(tmp_path: Any, accumulated: int, drops: bool) -> None:
+    class Steps(loopwright.Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            found.setdefault(self.state.global_step, set()).update(inputs["input_ids"][:, 0].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    found: dict[int, set[int]] = {}
+    data = {
+        name: [{"input_ids": torch.full((4,), value), "labels": torch.ones(4, dtype=torch.long)}] * size
+        for name, value, size in (("first", 1, 7), ("second", 2, 6))
+    }
+    given = {"first": [[9, 1.0], [10, 0.0]], "second": [[9, 0.0], [10, 1.0]]}
+    trainer = trainer_of(made(Tokens), data, tmp_path, cls=Steps, max_steps=14, train_dataset_weights=given,
+                         dataloader_drop_last=drops, per_device_train_batch_size=2, speed="off",
+                         gradient_accumulation_steps=accumulated)  # fmt: skip
+    trainer.train()
+    assert found == {step: {1 if step < 10 else 2} for step in range(14)}
+
+
+def test_a_schedule_of_packed_batches_is_refused(tmp_path: Any) -> None:
+    given = {"web": [[4, 1.0], [5, 0.0]], "code": 1, "talk": 1}
+    trainer = trainer_of(made(Tokens), sources(), tmp_path, train_dataset_weights=given, max_steps=2,
+                         batch_packing="across_updates", per_device_train_batch_tokens=64)  # fmt: skip
+    with pytest.raises(ArgumentsError, match="web has a schedule, but batch_packing"):
+        trainer.train()

@@ -165,8 +165,9 @@ def test_a_loss_function_may_have_named_values(tmp_path: Any) -> None:
         ((1, {"eval_kl": 1.0}), "'eval_kl', which cannot be logged beside the loss"),
         ((1, {"logits": torch.zeros(2, 3)}), r"'logits' that is a Tensor of shape \(2, 3\)"),
         ((1, {"text": "many"}), "'text' that is a str: many"),
+        ({"ce": (1.0, 2), "penalty": 0.5}, r"'ce' is \(sum, count\).*return it as 'loss' as well"),
     ],
-    ids=["empty", "taken", "number", "evaluation", "tensor", "text"],
+    ids=["empty", "taken", "number", "evaluation", "tensor", "text", "pair"],
 )
 def test_what_cannot_be_logged_is_named(tmp_path: Any, result: Any, words: str) -> None:
     class Odd(loopwright.Trainer):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,20 @@ class Measurement:
 class CommandSearch(BaseSearch):
     """A search whose trials are runs of a command that trains with loopwright."""
 
-    def __init__(self, request: Request, folder: str, make_words: MakeWords, metric: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        request: Request,
+        folder: str,
+        make_words: MakeWords,
+        metric: str,
+        *,
+        configuration: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__(request, folder, seed, Notices())
         self._make_words, self.metric = make_words, metric
+        self._configuration = dict(configuration or {})
+        """What the command reads from a file; trials of another content are not comparable."""
         self._measured: set[str] = set()
         if len(request.directions) > 1:
             raise ArgumentsError(f"direction={request.direction!r}: a search over a command has one metric")
@@ -64,7 +75,8 @@ class CommandSearch(BaseSearch):
         return True
 
     def arguments(self) -> dict[str, Any]:
-        return {"command": " ".join(self._make_words({}, "FOLDER"))}
+        words = " ".join(self._make_words({}, "FOLDER"))
+        return {"command": words, "metric": self.metric, "configuration": self._configuration}
 
     def run(self, job: Job, trial: Any, decide: Decide, listen: Listen | None = None) -> Outcome:
         """Run the command; a trial that is resumed runs it again, because the same command resumes."""

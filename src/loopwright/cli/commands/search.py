@@ -9,8 +9,8 @@
         per_device_train_batch_size: [8, 16, 32]
       trials: 20
       backend: optuna                       or random, grid, asha
-      direction: minimize
       metric: eval_loss
+      direction: minimize                   needed for other metrics of a script
 
 A configuration of `loopwright train` may have the block instead of `script` and `args`.
 """
@@ -28,6 +28,8 @@ from typing import Any
 
 from ...args.field import nearest
 from ...args.problems import short
+from ...config.derived import is_error
+from ...core.measure.named_values import OF_EVALUATIONS
 from ...core.outputs import BestRun
 from ...errors import ArgumentsError
 from ...search.backends.own_backend import PLANS
@@ -113,9 +115,17 @@ def read_config(path: Path) -> CommandSearch:
     problems += _problems_of_task() if is_task else _problems_of_script(document, path.parent)
     if problems:
         raise ArgumentsError([f"{path}: {each}" for each in problems])
-    make_words = _task_command(document, path) if is_task else _script_command(document, path.parent)
+    trained = {key: value for key, value in document.items() if key != "search"} if is_task else {}
+    make_words = _task_command(trained, path) if is_task else _script_command(document, path.parent)
     folder = str(document.get("output_dir") or f"{path.stem}-search")
-    return CommandSearch(_request(block), folder, make_words, str(block.get("metric", "eval_loss")))
+    metric = _metric(block, is_task=is_task)
+    return CommandSearch(_request(block, metric, is_task=is_task), folder, make_words, metric, configuration=trained)
+
+
+def _metric(block: Mapping[str, Any], *, is_task: bool) -> str:
+    """The metric as it is logged; a task's may be named without the prefix of an evaluation."""
+    metric = str(block.get("metric") or "eval_loss")
+    return f"{OF_EVALUATIONS}{metric.removeprefix(OF_EVALUATIONS)}" if is_task else metric
 
 
 def _problems_of_script(document: Mapping[str, Any], folder: Path) -> list[str]:
@@ -140,11 +150,11 @@ def _script_command(document: Mapping[str, Any], folder: Path) -> MakeWords:
 
 
 def _task_command(document: Mapping[str, Any], path: Path) -> MakeWords:
-    """`loopwright train` on the configuration without the block; it lies beside it, because of relative paths."""
+    """`loopwright train` on a configuration without `search`; its file lies beside it, because of relative paths."""
     import yaml
 
     rest = path.with_name(f".{path.stem}.trial.yaml").absolute()
-    text = yaml.safe_dump({key: value for key, value in document.items() if key != "search"}, sort_keys=False)
+    text = yaml.safe_dump(dict(document), sort_keys=False)
     if not rest.exists() or rest.read_text(encoding="utf-8") != text:
         rest.write_text(text, encoding="utf-8")
 
@@ -156,7 +166,20 @@ def _task_command(document: Mapping[str, Any], path: Path) -> MakeWords:
     return words
 
 
-def _request(block: Mapping[str, Any]) -> Request:
+def _direction(block: Mapping[str, Any], metric: str, *, is_task: bool) -> Any:
+    """The direction of the search; that of a task's metric is known."""
+    if block.get("direction") is not None:
+        return block["direction"]
+    if is_task:
+        return "minimize" if is_error(metric) else "maximize"
+    if metric.endswith("loss"):
+        return "minimize"
+    raise ArgumentsError(
+        f"search: the direction of {metric!r} is not known; add `direction: minimize` or `direction: maximize`"
+    )
+
+
+def _request(block: Mapping[str, Any], metric: str, *, is_task: bool) -> Request:
     space = read_space(block["space"])
     backend = chosen_backend(block.get("backend"), otherwise="random")
     if backend in REFUSED:
@@ -167,10 +190,9 @@ def _request(block: Mapping[str, Any]) -> Request:
     if block.get("jobs") is not None:
         options["n_jobs"] = block["jobs"]
     size = space.size if backend == "grid" else None
-    request = Request(
-        dict(block["space"]), None, block.get("trials", size or 20), block.get("direction", "minimize"), backend, None,
-        options,
-    )  # fmt: skip
+    direction = _direction(block, metric, is_task=is_task)
+    trials = block.get("trials", size or 20)
+    request = Request(dict(block["space"]), None, trials, direction, backend, None, options)
     request.check()
     return request
 

@@ -49,6 +49,8 @@ class MixedOrder(Order):
     sizes: tuple[int, ...]
     weights: tuple[Any, ...]
     """Those of `train_dataset_weights`, in the order of the sources."""
+    dropped: int = 0
+    """Samples at the end of an epoch that are in no update (dataloader_drop_last)."""
 
     def epoch(self, epoch: int) -> EpochOrder:
         """The indices of one epoch."""
@@ -71,7 +73,7 @@ class MixedOrder(Order):
 
     def _sources(self, epoch: int) -> npt.NDArray[np.int64]:
         """The number of the source at each position of an epoch."""
-        updates = -(-self.n // self.group_size)
+        updates = -(-(self.n - self.dropped) // self.group_size)
         if all(isinstance(each, (int, float)) for each in self.weights):
             shares = weights_at(self.weights, np.zeros(1, dtype=np.int64))[:, 0]
             in_turn = np.repeat(np.arange(len(self.sizes)), exact_counts(shares, self.n))

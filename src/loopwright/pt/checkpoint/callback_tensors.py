@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.state import TrainerState, restore_callback_states
 from .shards import BoxReader, copy_part, own_boxes, write_boxes
 from .tensors import write_tensors
 
@@ -66,6 +67,13 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], tell: Callable[[str],
             f"{folder.name} has no {missing[0]}, {len(missing)} in all, of the callbacks of this run; they begin with "
             "the weights of the checkpoint"
         )
+
+
+def restore_with_tensors(callbacks: Iterable[Any], saved: TrainerState) -> None:
+    """Restore the state of those callbacks that have tensors, and of no other."""
+    own = [callback for callback in callbacks if callable(getattr(callback, "checkpoint_tensors", None))]
+    names = {type(callback).__name__ for callback in own}
+    restore_callback_states(own, {name: each for name, each in saved.stateful_callbacks.items() if name in names})
 
 
 def uses_averages(callback: Any) -> bool:

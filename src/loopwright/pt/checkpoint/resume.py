@@ -16,7 +16,7 @@ from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates
 from ..part import TorchPart
 from ..rng import SAVED_RNG, rng_from_json
-from .callback_tensors import STEM, load_tensors, tensors_of
+from .callback_tensors import STEM, load_tensors, restore_with_tensors, tensors_of
 from .module_state import ModuleState
 from .rank_state import own_random_states, place_of_record, record_of
 from .registered import Registered
@@ -64,10 +64,13 @@ class TorchResuming(TorchPart, Resuming):
             self.notices.warn_once(f"the checkpoint has weights that the model lacks: {some(unexpected)}")
 
     def _load_weights_of(self, folder: str) -> None:
-        """Load the best model: its weights, and the saved state of its modules."""
+        """Load the best model: its weights, the averages of callbacks, and the saved state of its modules."""
         self.strategy.load_weights(plain_module(self.model), folder)
         if list(Path(folder).glob(f"{STEM}*.safetensors")):
             self._load_callback_tensors(Path(folder))
+            if self.args.restore_callback_states_from_checkpoint:
+                # Averages that began later than this checkpoint hold nothing that was measured.
+                restore_with_tensors(self.callback_handler.callbacks, self._saved_state(Path(folder)))
         if self.modules is not None and (Path(folder) / PROGRESS).is_file():
             path = Path(folder) / PROGRESS
             with restoring(path, "the state of the modules"):

@@ -207,7 +207,7 @@ class TorchSaving(TorchResuming):
     def _callback_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
         """Writers of the tensors of callbacks, such as averaged weights."""
         tensors = tensors_of(self.callback_handler.callbacks, self.model)
-        if not tensors or self.args.save_only_model:
+        if not tensors:
             return []
         if self.strategy.is_sharded and not self._saves_whole():
             return [shard_writer(tensors, keep, rank=self.strategy.rank, world=self.strategy.world_size)]

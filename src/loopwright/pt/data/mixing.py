@@ -90,8 +90,8 @@ def _is_column(values: Any) -> bool:
     )
 
 
-def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset) -> OrderedSampler:
-    """The sampler, with the order of a mixture."""
+def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset, dropped: int = 0) -> OrderedSampler:
+    """The sampler, with the order of a mixture; `dropped` samples of an epoch are not trained on."""
     order = sampler.order
     sampler.order = MixedOrder(
         n=order.n,
@@ -102,8 +102,19 @@ def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset) -> OrderedSamp
         permute=order.permute,
         sizes=tuple(dataset.sizes),
         weights=tuple(dataset.weights.values()),
+        dropped=dropped,
     )
     return sampler
+
+
+def check_packing(dataset: MixedDataset) -> None:
+    """Refuse weights by step for packed batches: which step a sample is in depends on the samples before it."""
+    for name, weight in dataset.weights.items():
+        if not isinstance(weight, (int, float)):
+            raise ArgumentsError(
+                f"train_dataset_weights: {name} has a schedule, but batch_packing fills steps with any number of "
+                "samples; use constant weights, or train without packing"
+            )
 
 
 def runs(sources: Any) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from ...snapshot import untouched_rng
 from ..loss.targets import count_samples
 from .balancing import BalancedSampler, balanced_sampler
 from .loaders import sampling_strategy, training_sampler
-from .mixing import MixedDataset, check_mapping, mixed_sampler, runs
+from .mixing import MixedDataset, check_mapping, check_packing, mixed_sampler, runs
 from .packing import packed_sampler, packed_samples
 from .shape_checks import Shapes
 
@@ -77,7 +77,11 @@ class Sampling(Shapes):
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
         if sampler is not None and isinstance(dataset, MixedDataset):
-            sampler = mixed_sampler(sampler, dataset)
+            if self.args.batch_packing:
+                check_packing(dataset)
+            batch = self.args.train_batch_size * self.strategy.data_world
+            dropped = len(dataset) % batch if self.args.dataloader_drop_last else 0
+            sampler = mixed_sampler(sampler, dataset, dropped)
         if sampler is not None and sampling_strategy(self.args) == "batch_rebalance":
             return balanced_sampler(sampler, dataset, self.args, group_size=group_size, input_name=self.input_name())
         if sampler is None or not self.args.batch_packing:

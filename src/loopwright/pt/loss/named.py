@@ -28,10 +28,20 @@ def split_named(result: Any) -> tuple[Any, Values]:
         if not named:
             raise ModelError("compute_loss returned an empty dict; return the loss, or its parts by name")
         loss = named.pop("loss", None)
-        return (sum(_checked(named).values()) if loss is None else loss), _checked(named)
+        return (_summed(_checked(named)) if loss is None else loss), _checked(named)
     if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], Mapping):
         return result[0], _checked(dict(result[1]))
     return result, {}
+
+
+def _summed(named: Values) -> Any:
+    pairs = [name for name, value in named.items() if isinstance(value, (tuple, list))]
+    if pairs and len(named) > 1:
+        raise ModelError(
+            f"compute_loss returned a dict without 'loss' whose value {pairs[0]!r} is (sum, count); values with other "
+            "counts cannot be added to a loss: return it as 'loss' as well"
+        )
+    return sum(named.values()) if not pairs else named[pairs[0]]
 
 
 def _checked(named: Values) -> Values:

@@ -65,6 +65,10 @@ def _check(internals: TorchInternals, min_lr: float, max_lr: float, num_steps: i
             f"find_lr(min_lr={min_lr}, max_lr={max_lr}, num_steps={num_steps}): min_lr must be above 0 and below "
             "max_lr, and there must be at least 2 steps"
         )
+    if not internals.args.learning_rate:
+        raise ArgumentsError(
+            "find_lr() needs a learning_rate above 0: the rates of groups of parameters are relative to it"
+        )
     if internals.is_training:
         raise BusyError("find_lr() was called while this trainer is training; call it before train()")
     if not internals.is_alone or internals.strategy.is_sharded:
