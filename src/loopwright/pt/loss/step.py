@@ -321,8 +321,8 @@ class TorchLoss(LossCalls):
     def part_states(self) -> dict[str, Any]:
         speed = None if self.run.speed is None else self.run.speed.state_dict()
         loss = {"stamp": stamp_of(self.trainer), **self.run.accounting.state_dict()}
-        evaluated = None if self._eval_accounting is None else self._eval_accounting.state_dict()
-        return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss, "eval_loss": evaluated}
+        evaluated = {} if self._eval_accounting is None else {"eval_loss": self._eval_accounting.state_dict()}
+        return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss, **evaluated}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         check_part(states, PARTS)
