@@ -177,3 +177,26 @@ def test_loading_again_is_not_needed_where_nothing_was_saved(tmp_path: Path) -> 
     trainer.model.calls = 5
     trainer._loopwright.saving._resume_modules({})
     assert trainer.model.calls == 5 and isinstance(trainer, loopwright.Trainer)
+
+
+class Freezing(loopwright.TrainerCallback):
+    """Freezes the first parameter after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            next(kwargs["model"].parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("speed", ["off", "max"])
+def test_parameters_that_a_callback_froze_are_frozen_after_resuming(speed: str, step: int, tmp_path: Path) -> None:
+    def trainer(folder: str) -> Any:
+        options = {**RUN, "speed": speed, "callbacks": [Freezing()]}
+        return trainer_of(made(Tokens), DATA, tmp_path / folder, **options)
+
+    whole, resumed = trainer("whole"), trainer("resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"whole/checkpoint-{step}"))
+    for key, value in weights(resumed.model).items():
+        assert torch.equal(value, weights(whole.model)[key]), key
+    assert not next(resumed.model.parameters()).requires_grad

@@ -22,7 +22,7 @@ class EvalStep:
     labels: Any
     inputs: Any
     items: Any
-    """Number of targets in the batch: the weight of its loss."""
+    """Number of targets in the batch: the weight of its loss; a function if it is known after the last batch."""
     samples: int
 
 
@@ -175,7 +175,8 @@ class WeightedLoss:
         self._read, self._read_every = read, read_every
         self._losses: list[Any] = []
         self._weights: list[Any] = []
-        self._sum = self._weight = 0.0
+        self._found: list[tuple[float, Any]] = []
+        """Losses and weights that were read. Their sum is computed at the end, when all weights are known."""
 
     def add(self, loss: Any, weight: Any) -> None:
         # The mean loss of a batch without targets is NaN.
@@ -188,18 +189,22 @@ class WeightedLoss:
 
     def mean(self) -> float | None:
         self._settle()
-        return self._sum / self._weight if self._weight else None
+        total = weights = 0.0
+        for loss, weight in self._found:
+            if weight := weight() if callable(weight) else weight:
+                total += loss * weight
+                weights += weight
+        return total / weights if weights else None
 
     def _settle(self) -> None:
         if not self._losses:
             return
-        on_host = all(isinstance(weight, (int, float)) for weight in self._weights)
+        on_host = [isinstance(weight, (int, float)) or callable(weight) for weight in self._weights]
         losses = self._read(self._losses)
-        weights = self._weights if on_host else self._read(self._weights)
-        for loss, weight in zip(losses, weights, strict=True):
-            if weight:
-                self._sum += loss * weight
-                self._weight += weight
+        away = [weight for weight, is_here in zip(self._weights, on_host, strict=True) if not is_here]
+        read = iter(self._read(away) if away else [])
+        weights = [weight if is_here else next(read) for weight, is_here in zip(self._weights, on_host, strict=True)]
+        self._found += zip(losses, weights, strict=True)
         self._losses, self._weights = [], []
 
 

@@ -40,6 +40,7 @@ class ModuleState:
         self._hooks = {path: _hooks_in(each) for path, each in module.named_modules()}
         self._objects = {path: _objects_of(each) for path, each in module.named_modules()}
         self._weights = _weight_stamps(module) if is_adapter(module) else {}
+        self.start_flags()
 
     def _stamps(self) -> dict[str, Any]:
         values = {name: each for name, each in _values(self.module) if _size(each) <= LARGEST}
@@ -66,6 +67,21 @@ class ModuleState:
             if getattr(value, "requires_grad", False) or stamps[name] != self._weights.get(name)
         }
         return (moved & live) | (self.restored & set(own))
+
+    def start_flags(self) -> None:
+        """Record which parameters are trained when a run starts."""
+        self._trained = {name: each.requires_grad for name, each in self.module.named_parameters()}
+
+    def changed_flags(self) -> dict[str, bool]:
+        """Parameters that were frozen or unfrozen since the run started, and whether they are trained now."""
+        now = {name: each.requires_grad for name, each in self.module.named_parameters()}
+        return {name: flag for name, flag in now.items() if self._trained.get(name, flag) != flag}
+
+    def load_flags(self, saved: dict[str, bool]) -> None:
+        """The counterpart of `changed_flags`."""
+        for name, each in self.module.named_parameters():
+            if name in saved:
+                each.requires_grad_(saved[name])
 
     def adopt(self, names: set[str]) -> None:
         """Take the present values of these attributes as those of the start: the arguments of the run set them."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER
-from ...core.checkpoint.schema import check_part, label, like, named, restoring
+from ...core.checkpoint.schema import check_part, flag, label, like, named, restoring
 from ...core.resuming.resume import PROGRESS_DOCUMENT, Resuming
 from ...core.sampling.packing import PackedPlan
 from ...errors import CheckpointError
@@ -89,12 +89,14 @@ class TorchResuming(TorchPart, Resuming):
         module = plain_module(self.model)
         if self.modules is None or self.modules.module is not module:
             self.modules = ModuleState(module)
+        self.modules.start_flags()
         self.modules.restored |= self._restored
 
     def part_states(self) -> dict[str, Any]:
         if self.modules is None:
             return {}
-        return {"modules": self.modules.state_dict(self.notices.warn_once)}
+        flags = self.modules.changed_flags()
+        return {"modules": self.modules.state_dict(self.notices.warn_once), **({"trained": flags} if flags else {})}
 
     def own_buffers(self) -> dict[str, Any]:
         """Buffers of this rank that differ from those of rank 0, as JSON values; a collective."""
@@ -105,6 +107,8 @@ class TorchResuming(TorchPart, Resuming):
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         self._resume_modules(states)
+        if self.modules is not None and "trained" in states:
+            self.modules.load_flags(check_part(states["trained"], named(flag)))
         if self.modules is not None and "buffers" in states:
             self.modules.load_own_buffers(check_part(states["buffers"], named()))
 

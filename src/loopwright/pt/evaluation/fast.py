@@ -296,7 +296,8 @@ class _Evaluating:
             found = self._part.forward(self._engine.inputs_of(piece, batch), len(piece.members), self._ignore_keys)
         if found.loss is None:
             return found
-        return found._replace(weight=self._internals.loss.weighed(found.loss, batch, len(piece.members))[1])
+        weight = self._internals.loss.weighed(found.loss, batch, len(piece.members))[1]
+        return found._replace(weight=self._internals.loss.weight_of_evaluated(batch, weight))
 
     def _in_order(self, pieces: list[Piece], outputs: list[tuple[Any, ...]]) -> list[Tensor]:
         """The outputs of all samples in the order of the data."""

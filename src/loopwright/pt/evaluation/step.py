@@ -184,6 +184,7 @@ class TorchEvaluation(TorchPart, Evaluation):
                 weight = micro.update.summed
             else:
                 loss, weight = self.internals.loss.weighed(loss, inputs, samples)
+                weight = self.internals.loss.weight_of_evaluated(inputs, weight)
             return self.finished(inputs, EvalStep(loss, logits, labels, None, weight, samples))
 
         return evaluate
@@ -212,7 +213,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             raise
 
     def looked_at(self, loader: Any) -> Iterator[Any]:
-        """The batches of a loader; the first two are used to determine the weights of batches."""
+        """The batches of a loader; the first two, and later ones if needed, show how batches are weighted."""
         if (
             not self.is_alone
             or self.args.eval_loss_reduction != "item_mean"
@@ -225,9 +226,19 @@ class TorchEvaluation(TorchPart, Evaluation):
         first = [batch if own else kept(batch) for batch in islice(batches, 2)]
         if first and self.has_loss(first[0]):
             self.internals.loss.learn_eval_loss(first)
+        earlier = [kept(batch) for batch in first[:1]] if self._may_show_more() else []
         yield from first
         first.clear()
-        yield from batches
+        for batch in batches:
+            if earlier and not self._may_show_more():
+                earlier.clear()
+            if earlier and self.has_loss(batch):
+                self.internals.loss.learn_from_later(batch, earlier[0])
+            yield batch
+
+    def _may_show_more(self) -> bool:
+        """Whether the loss has several possible denominators, and a later batch may show which is right."""
+        return len(self.internals.loss.accounting_of_evaluation().rivals) > 1
 
     def _loaded(self, loader: Any) -> Iterator[Any]:
         try:

@@ -175,7 +175,8 @@ def pieces_of(
     first, size = batches[0], count_samples(batches[0])
     cuts = _cuts(first, size, splitter, label_names, rivals) if size > 1 else []
     if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # not informative without another batch
-        alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else batches[1:2]
+        alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else []
+        alike = alike or batches[1:2]
         # Half of each, if they have many samples: together they take the memory of one micro-batch.
         halves = [splitter.half_of(batch) for batch in [first, *alike[: JOINED - 1]]]
         joined = splitter.join(halves, may_ignore=may_ignore, pad_token=pad_token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from math import isclose
 from typing import Any
 
 from . import messages as notices
@@ -97,6 +98,11 @@ class LossFindings:
         return self.kind is None or self._shift is None or self.is_additive is None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the loss is not tested any more."""
+        return self._looks >= LOOKS
+
+    @property
     def denominator(self) -> Denominator:
         """The assumed denominator of the loss."""
         return self.rivals[0] if self.rivals else Denominator(shifted=self.shifts)
@@ -109,20 +115,23 @@ class LossFindings:
         """Whether the possible denominators would weight these micro-batches differently; computed on the host only."""
         if len(self.rivals) < 2:
             return False
-        if self._looks >= LOOKS:
-            self.trouble = notices.MAY_BE_EITHER.format(*(by.described() for by in self.rivals[:2]))
-            self.rivals = self.rivals[:1]
+        if not any(map(self._is_weighted_differently, batches)):
             return False
-        for batch in batches:
-            counts = [by.count(batch, self.label_names) for by in self.rivals]
-            if any(not isinstance(count, int) for count in counts):
-                return False
-            ratios = tuple(float(count / counts[0]) if counts[0] else float("nan") for count in counts)
-            if self._ratios is None:
-                self._ratios = ratios
-            if ratios != self._ratios:
-                return True
+        if self._looks < LOOKS:
+            return True
+        self.trouble = notices.MAY_BE_EITHER.format(*(by.described() for by in self.rivals[:2]))
+        self.rivals = self.rivals[:1]
         return False
+
+    def _is_weighted_differently(self, batch: Any) -> bool:
+        """Whether the possible denominators have other ratios in this micro-batch than in those before it."""
+        counts = [by.count(batch, self.label_names) for by in self.rivals]
+        if any(not isinstance(count, int) for count in counts):
+            return False
+        ratios = tuple(float(count / counts[0]) if counts[0] else float("nan") for count in counts)
+        if self._ratios is None:
+            self._ratios = ratios
+        return not all(map(_is_same, ratios, self._ratios))
 
     def state_dict(self) -> dict[str, Any]:
         """The inferred properties of the loss, as JSON values."""
@@ -142,7 +151,8 @@ class LossFindings:
         self._shift, self.is_additive, self.reason = state["shift"], state["additive"], state["reason"]
         self.divides, self._looks = state["divides"], state["looks"]
         self.rivals = tuple(Denominator(**each) for each in state["rivals"])
-        self._ratios = None if state["ratios"] is None else tuple(state["ratios"])
+        ratios = state["ratios"] or ()
+        self._ratios = tuple(ratios) if len(ratios) == len(self.rivals) and ratios else None
 
     def items_in(self, batch: Any) -> Any:
         """The targets of a batch, or None if it has no labels."""
@@ -229,7 +239,7 @@ class LossFindings:
                 probe, each, found, label_names=self.label_names, items_of=items_of, is_joined=is_joined
             )
         if len(self.rivals) > 1 and found:
-            self.rivals = found
+            self._narrow_to(found)
         return bool(found)
 
     def _assumed_denominators(self) -> tuple[Denominator, ...]:
@@ -395,7 +405,7 @@ class LossFindings:
             self.is_additive, self.reason = False, "the loss does not match loss_is_scaled_for_ga"
         if self.is_claimed:
             return
-        self.rivals = found.rivals
+        self._narrow_to(found.rivals)
         if self.kind is not LossKind.MIXED:
             self.kind = _kind_of(self.rivals[0])
         shifts = {by.shifted for by in self.rivals if by.what == ITEMS and by.column is None}
@@ -403,6 +413,15 @@ class LossFindings:
             self._shift = shifts.pop()
         if self.kind is LossKind.TOTAL:
             self.trouble = notices.IS_A_SUM
+
+    def _narrow_to(self, rivals: tuple[Denominator, ...]) -> None:
+        """Keep these denominators, and how they weighted the micro-batches so far."""
+        known = dict(zip(self.rivals, self._ratios or (), strict=False))
+        if all(known.get(by) for by in rivals):
+            self._ratios = tuple(known[by] / known[rivals[0]] for by in rivals)
+        else:
+            self._ratios = None
+        self.rivals = rivals
 
     def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
         """Adopt the result of evaluation mode, because in training nothing fits or the comparison failed."""
@@ -472,6 +491,9 @@ class LossFindings:
         self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
         self.is_additive, self.reason = False, "a batch without label tokens has a nonzero loss"
         self.trouble = notices.WITHOUT_ITEMS
+
+
+_is_same = partial(isclose, rel_tol=1e-12)
 
 
 def _kind_of(by: Denominator) -> LossKind:

@@ -19,7 +19,9 @@ from ..part import TorchPart
 from ..precision import Autocast
 from ..sandbox import first_iterator, sandbox
 from .accounting import LossAccounting
+from .denominator import SAMPLES, Denominator
 from .find import find_loss
+from .messages import MAY_BE_EITHER
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
 from .splitter import BatchSplitter
@@ -222,18 +224,21 @@ class LossLearning(TorchPart, LossPart):
         if not known.may_compare or (known.is_additive and known.kind is not None):
             return known
         if self._eval_accounting is None:
-            own = self.run.accounting
-            self._eval_accounting = LossAccounting(
-                self.trainer.label_names,
-                guessed_shift=own.shifts,
-                shift=None if own.undecided_shift else own.shifts,
-                accepts_items=own.accepts_items,
-                is_trusted=own.is_trusted,
-                padding=self.internals.data.padding_token(),
-            )
-            self._eval_accounting.may_compare = own.may_compare
-            self._eval_accounting.may_pad_labels = own.may_pad_labels
+            self._eval_accounting = self._make_eval_accounting()
         return self._eval_accounting
+
+    def _make_eval_accounting(self) -> LossAccounting:
+        own = self.run.accounting
+        made = LossAccounting(
+            self.trainer.label_names,
+            guessed_shift=own.shifts,
+            shift=None if own.undecided_shift else own.shifts,
+            accepts_items=own.accepts_items,
+            is_trusted=own.is_trusted,
+            padding=self.internals.data.padding_token(),
+        )
+        made.may_compare, made.may_pad_labels = own.may_compare, own.may_pad_labels
+        return made
 
     def learn_eval_loss(self, batches: list[Any]) -> None:
         """Infer the properties of the evaluation loss, if its batches have to be weighted."""
@@ -254,6 +259,35 @@ class LossLearning(TorchPart, LossPart):
             self.notices.warn_once(
                 "the loss is a sum over its batch: eval_loss is the total divided by the number of samples"
             )
+
+    def learn_from_later(self, batch: Any, first: Any) -> None:
+        """Infer the denominator of the evaluation loss again, if it makes a difference in this batch."""
+        accounting = self.accounting_of_evaluation()
+        if self._report_undecided(accounting, batch, warns=accounting.is_settled):
+            self.learn_eval_loss([batch, first])
+            self._report_undecided(self.accounting_of_evaluation(), batch)
+
+    def _report_undecided(self, accounting: LossAccounting, batch: Any, *, warns: bool = True) -> bool:
+        """Whether possible denominators of the loss weight a batch differently; warns that the first is assumed."""
+        possible = accounting.rivals
+        is_so = accounting.disagrees([batch]) or len(accounting.rivals) < len(possible)
+        if is_so and warns:
+            accounting.trouble = None
+            self.notices.warn_once("eval_loss: " + MAY_BE_EITHER.format(*(by.described() for by in possible[:2])))
+        return is_so
+
+    def weight_of_evaluated(self, inputs: Any, weight: Any) -> Any:
+        """The weight of a batch's mean loss; if later batches may show another denominator, its weight by each."""
+        accounting = self.accounting_of_evaluation()
+        if len(accounting.rivals) < 2:
+            return weight
+        if not self.is_alone:
+            self._report_undecided(accounting, inputs)
+            return weight
+        counts = {by: by.count(inputs, self.trainer.label_names) for by in (*accounting.rivals, Denominator(SAMPLES))}
+        if not all(isinstance(count, int) for count in counts.values()):
+            return weight
+        return lambda: counts.get(self.accounting_of_evaluation().denominator, weight)
 
     def weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and its weight."""

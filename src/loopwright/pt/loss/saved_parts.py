@@ -67,7 +67,15 @@ SAVED_SPEED = record(
 )
 """The plan of the accelerations in a checkpoint, and what it was proved with."""
 
-PARTS = record({}, {"micro_split": count(1, 1 << 20), "loss": SAVED_LOSS, "speed": maybe(SAVED_SPEED)})
+PARTS = record(
+    {},
+    {
+        "micro_split": count(1, 1 << 20),
+        "loss": SAVED_LOSS,
+        "eval_loss": maybe(SAVED_LOSS),
+        "speed": maybe(SAVED_SPEED),
+    },
+)
 """The parts of progress.json about the loss."""
 
 

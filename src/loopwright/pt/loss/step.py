@@ -321,7 +321,8 @@ class TorchLoss(LossCalls):
     def part_states(self) -> dict[str, Any]:
         speed = None if self.run.speed is None else self.run.speed.state_dict()
         loss = {"stamp": stamp_of(self.trainer), **self.run.accounting.state_dict()}
-        return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss}
+        evaluated = {} if self._eval_accounting is None else {"eval_loss": self._eval_accounting.state_dict()}
+        return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss, **evaluated}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         check_part(states, PARTS)
@@ -329,6 +330,9 @@ class TorchLoss(LossCalls):
         loss = states.get("loss")
         if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.run.accounting.is_claimed:
             self.run.accounting.load_state_dict(loss)
+            if states.get("eval_loss"):
+                self._eval_accounting = self._make_eval_accounting()
+                self._eval_accounting.load_state_dict(states["eval_loss"])
             self.trainer.model_accepts_loss_kwargs &= self.run.accounting.kind in USES_ITEMS or self.has_custom_loss()
         if self.run.speed is not None and states.get("speed"):
             self.run.speed.load_state_dict(states["speed"])

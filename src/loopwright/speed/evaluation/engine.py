@@ -126,6 +126,8 @@ class EvaluationEngine:
             return None
         limits = limits_for(self.plan, self._setup, batches, samples)
         made = self._made(batches, samples, limits)
+        if self._setup.wants_test(list(made)):
+            return None  # sorted samples may have other weights than the batches
         if not self._is_covered(batches, samples, made) or not self._agrees_again(samples):
             return None
         return made
