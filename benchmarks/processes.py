@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -22,6 +23,8 @@ HERE = Path(__file__).resolve().parent
 
 POLL_SECONDS = 0.02
 
+PR_SET_PDEATHSIG = 1
+
 Result = dict[str, Any]
 
 
@@ -38,6 +41,12 @@ def environment(folder: str, cache: Path | None = None) -> dict[str, str]:
     }
     python = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **quiet, **caches, **python}
+
+
+def die_with_parent() -> None:
+    """In a new process on Linux: be killed when the benchmark ends, so that no arm keeps using cores or a GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_arm(
@@ -73,6 +82,7 @@ class StartedArm:
                 self.process = subprocess.Popen(
                     [sys.executable, str(script), *given], stdout=out, stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL, env=variables, cwd=folder, start_new_session=True,
+                    preexec_fn=die_with_parent,
                 )  # fmt: skip
 
     def is_over(self) -> bool:
@@ -108,6 +118,7 @@ class Fork:
         code = 1
         try:
             os.setsid()
+            die_with_parent()
             os.chdir(folder)
             os.environ.update(variables)
             tempfile.tempdir = folder
@@ -148,7 +159,7 @@ class Worker:
         self.log = tempfile.TemporaryFile("w+", errors="replace")
         self.process = subprocess.Popen(
             [sys.executable, str(script), *words, "--arm", arm], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, env=environment(self.folder.name), start_new_session=True,
+            stderr=self.log, env=environment(self.folder.name), start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
 
     def ask(self, request: Any, timeout: float) -> Result:

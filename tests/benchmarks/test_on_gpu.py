@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -41,3 +44,33 @@ def test_what_does_not_fit_is_left_out(
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--minutes", "0.1", "--to", str(tmp_path)])
     on_gpu.main()
     assert capsys.readouterr().out.count("left out") == len(on_gpu.STEPS) and not list(tmp_path.iterdir())
+
+
+PARENT = """
+import sys, time
+from processes import StartedArm
+started = StartedArm("one", [], 600, script=sys.argv[1])
+print(started.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_no_arm_is_left_when_a_benchmark_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "arm.py").write_text("import time\ntime.sleep(600)\n")
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "arm.py")]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        arm = int(parent.stdout.readline())  # type: ignore[union-attr]
+        parent.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 60
+    while is_running(arm):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
