@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..outputs import EvalLoopOutput, EvalPrediction
 from ..user_code.error_notes import add_note, describe
@@ -22,7 +22,7 @@ class EvalStep:
     labels: Any
     inputs: Any
     items: Any
-    """Number of targets in the batch: the weight of its loss; a function if it is known after the last batch."""
+    """Number of targets in the batch: the weight of its loss; an `UndecidedWeight` while there are several."""
     samples: int
 
 
@@ -166,17 +166,35 @@ class BatchMetrics:
         return self._plan.computed(prediction, compute_result=final)
 
 
+OTHERWISE = object()
+"""The key of all denominators that have no count of their own."""
+
+
+class UndecidedWeight(NamedTuple):
+    """The weight of a batch's loss by each denominator that is possible; later batches may show which is right."""
+
+    counts: Mapping[Any, float]
+    otherwise: float
+    """The weight by any other denominator."""
+    choose: Callable[[], Any]
+    """Returns the denominator; called after the last batch."""
+
+
 class WeightedLoss:
     """The mean of batch losses, each weighted by the targets it is a mean of."""
 
     READ_AT = 512
+    READ_UNDECIDED_AT = 64
+    """The same for weights that take more memory than a number."""
 
     def __init__(self, read: Callable[[list[Any]], list[float]], read_every: int = READ_AT) -> None:
         self._read, self._read_every = read, read_every
         self._losses: list[Any] = []
         self._weights: list[Any] = []
-        self._found: list[tuple[float, Any]] = []
-        """Losses and weights that were read. Their sum is computed at the end, when all weights are known."""
+        self._sum = self._weight = 0.0
+        self._undecided: dict[Any, list[float]] = {OTHERWISE: [0.0, 0.0]}
+        """Sum and weight of the batches whose denominator is not known yet, by denominator."""
+        self._choose: Callable[[], Any] = lambda: OTHERWISE
 
     def add(self, loss: Any, weight: Any) -> None:
         # The mean loss of a batch without targets is NaN.
@@ -184,28 +202,37 @@ class WeightedLoss:
             return
         self._losses.append(loss)
         self._weights.append(weight)
-        if len(self._losses) >= self._read_every:
+        most = self.READ_UNDECIDED_AT if isinstance(weight, UndecidedWeight) else self._read_every
+        if len(self._losses) >= min(most, self._read_every):
             self._settle()
 
     def mean(self) -> float | None:
         self._settle()
-        total = weights = 0.0
-        for loss, weight in self._found:
-            if weight := weight() if callable(weight) else weight:
-                total += loss * weight
-                weights += weight
-        return total / weights if weights else None
+        total, weight = self._undecided.get(self._choose(), self._undecided[OTHERWISE])
+        weight += self._weight
+        return (self._sum + total) / weight if weight else None
 
     def _settle(self) -> None:
         if not self._losses:
             return
-        on_host = [isinstance(weight, (int, float)) or callable(weight) for weight in self._weights]
-        losses = self._read(self._losses)
-        away = [weight for weight, is_here in zip(self._weights, on_host, strict=True) if not is_here]
-        read = iter(self._read(away) if away else [])
-        weights = [weight if is_here else next(read) for weight, is_here in zip(self._weights, on_host, strict=True)]
-        self._found += zip(losses, weights, strict=True)
+        away = [weight for weight in self._weights if not isinstance(weight, (int, float, UndecidedWeight))]
+        losses, read = self._read(self._losses), iter(self._read(away) if away else [])
+        for loss, weight in zip(losses, self._weights, strict=True):
+            if isinstance(weight, UndecidedWeight):
+                self._add_undecided(loss, weight)
+            elif weight := weight if isinstance(weight, (int, float)) else next(read):
+                self._sum += loss * weight
+                self._weight += weight
         self._losses, self._weights = [], []
+
+    def _add_undecided(self, loss: float, weight: UndecidedWeight) -> None:
+        self._choose = weight.choose
+        for denominator in weight.counts:
+            self._undecided.setdefault(denominator, [*self._undecided[OTHERWISE]])
+        for denominator, sums in self._undecided.items():
+            if count := weight.counts.get(denominator, weight.otherwise):
+                sums[0] += loss * count
+                sums[1] += count
 
 
 def _loss_per_sample(step: EvalStep) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.evaluation.loop import UndecidedWeight
 from ...core.measure.ledger import PROVING
 from ...core.part import LossPart
 from ...core.user_code.overrides import accepts, is_overridden, reaches_ours
@@ -285,9 +286,12 @@ class LossLearning(TorchPart, LossPart):
             self._report_undecided(accounting, inputs)
             return weight
         counts = {by: by.count(inputs, self.trainer.label_names) for by in (*accounting.rivals, Denominator(SAMPLES))}
-        if not all(isinstance(count, int) for count in counts.values()):
+        if not all(isinstance(count, int) for count in (weight, *counts.values())):
             return weight
-        return lambda: counts.get(self.accounting_of_evaluation().denominator, weight)
+        return UndecidedWeight(counts, weight, self._eval_denominator)
+
+    def _eval_denominator(self) -> Denominator:
+        return self.accounting_of_evaluation().denominator
 
     def weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and its weight."""
