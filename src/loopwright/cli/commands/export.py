@@ -105,7 +105,7 @@ def loaded_trainer(config: Config, wanted: str | bool | None) -> tuple[Trainer, 
 
 def _best_beside(newest: Path) -> str | None:
     """The checkpoint of the best evaluation until the newest checkpoint; None if there was no evaluation."""
-    from ..core.checkpoint.folder import STATE, folder_name
+    from ...core.checkpoint.folder import STATE, folder_name
 
     step = json.loads((newest / STATE).read_text(encoding="utf-8")).get("best_global_step")
     return str(newest.parent / folder_name(step)) if isinstance(step, int) else None
