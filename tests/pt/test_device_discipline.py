@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
+from loopwright.speed.proof.audit import is_turn
 from tests import models
 from tests.models import Tokens, samples, trainer_of
 
