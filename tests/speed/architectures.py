@@ -84,6 +84,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0},
+    "mt5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0},
+    "umt5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0},
     "bart": {
         "d_model": 32, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1,

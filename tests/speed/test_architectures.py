@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, PAIRED, UNMASKED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import DECODERS, ENCODERS, PAIRS, build, samples
 from tests.speed.training import Run, gradients_of
@@ -28,6 +28,7 @@ EXPECTED = {
     **{(kind, task): UNPADDED for kind in ("roberta", "camembert") for task in ("masked", "tokens")},
     **{("deberta-v2", task): GROUPED for task in ("masked", "tokens")},
     **{(kind, "pair"): GROUPED for kind in PAIRS},
+    **{(kind, "pair"): PAIRED for kind in ("t5", "mt5", "umt5")},
 }
 """What the proof is known to accept; docs/speed.md shows this table."""
 IN_SINGLE_PRECISION = {"gemma2", "cohere", "gptj", "bloom"}

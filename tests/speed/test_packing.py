@@ -25,7 +25,7 @@ from loopwright.core.update import Place
 from loopwright.pt.data.loaders import torch_permutation
 from loopwright.pt.distributed.sync import SharedLoss
 from loopwright.pt.internals import TorchInternals
-from loopwright.speed.planner.decision import COLLATED, FLAT, GROUPED, UNPADDED
+from loopwright.speed.planner.decision import COLLATED, FLAT, PAIRED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, train
@@ -185,7 +185,7 @@ def test_pairs_count_with_both_their_sides(tmp_path: Any) -> None:
     run = packed(build("t5", "pair"), tmp_path, data, kind=Trainer, max_steps=-1, num_train_epochs=1)
     packing = run.trainer._loopwright.run.plan.packing
     assert packing.lengths.tolist() == [len(sample["input_ids"]) + len(sample["labels"]) for sample in data]
-    assert run.plan.layout == GROUPED and run.trainer._loopwright.run.progress.samples_seen == 24
+    assert run.plan.layout == PAIRED and run.trainer._loopwright.run.progress.samples_seen == 24
 
 
 def test_samples_without_a_length_are_refused(tmp_path: Any) -> None:
@@ -226,7 +226,7 @@ LAID = [
     ("gpt2", "causal", FLAT, Trainer),
     ("bert", "class", UNPADDED, Trainer),
     ("bert", "tokens", FLAT, Trainer),
-    ("t5", "pair", GROUPED, Trainer),
+    ("t5", "pair", PAIRED, Trainer),
     ("llama", "causal", COLLATED, OwnStep),
 ]
 

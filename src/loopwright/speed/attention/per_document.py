@@ -32,23 +32,36 @@ class AttentionRequest(NamedTuple):
     """Whether gradients must be differentiable again, as those of eager attention are."""
 
 
-@torch._disable_dynamo  # every number of documents would be compiled again
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """Call scaled_dot_product_attention for each document."""
-    borders = borders_in(documents).tolist()
-    lengths = [end - begin for begin, end in zip(borders, borders[1:], strict=False) if end > begin]
+    borders = borders_in(documents)
+    return each_document(query, key, value, borders, borders, ask)
+
+
+@torch._disable_dynamo  # every number of documents would be compiled again
+def each_document(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, key_borders: Tensor, ask: AttentionRequest, *,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The same if keys are those of another row, or if scores have a bias by distance, (heads, distances)."""
+    pairs = zip(_lengths(borders), _lengths(key_borders), strict=True)
+    lengths = [pair for pair in pairs if any(pair)]
     groups = query.shape[1] // key.shape[1]
     outputs = []
     query, key = query.to(value.dtype), key.to(value.dtype)
     # `split` instead of slices: the gradient of a slice has the length of the whole row.
-    for q, k, v in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
+    queries = query.split([length for length, _ in lengths], dim=2)
+    keys, values = (each.split([length for _, length in lengths], dim=2) for each in (key, value))
+    for q, k, v in zip(queries, keys, values, strict=True):
         if ask.softcap:
             outputs.append(_capped(q, k, v, groups, ask))
             continue
-        if _is_cut(q, ask):
+        if bias is None and _is_cut(q, ask):
             outputs.extend(_in_chunks(q, k, v, ask.scale))
             continue
         mask = _window_mask(q.shape[2], ask.causal, ask.window, q.device)
+        if bias is not None:
+            mask = _biased_mask(bias.to(v.dtype), q.shape[2], causal=ask.causal)
         with sdpa_kernel(SDPBackend.MATH) if ask.twice else nullcontext():
             outputs.append(
                 F.scaled_dot_product_attention(
@@ -58,6 +71,22 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask
             )  # fmt: skip
     # The kernels write tokens before heads: joined in this order, neither this nor the reshape after it moves heads.
     return torch.cat([each.transpose(1, 2) for each in outputs], dim=1)
+
+
+def _lengths(borders: Tensor) -> list[int]:
+    places = borders.tolist()
+    return [end - begin for begin, end in zip(places, places[1:], strict=False)]
+
+
+def _biased_mask(bias: Tensor, tokens: int, *, causal: bool) -> Tensor:
+    """What is added to the scores of a document, (1, heads, tokens, tokens)."""
+    middle = bias.shape[1] // 2
+    near = bias[:, middle - tokens + 1 : middle + tokens]
+    added = near.unfold(1, tokens, 1).flip(1)  # the window of the first query begins at distance 0
+    if causal:
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=bias.device).triu(1)
+        added = added.masked_fill(later, float("-inf"))
+    return added.unsqueeze(0)
 
 
 def _is_cut(query: Tensor, ask: AttentionRequest) -> bool:

@@ -21,7 +21,7 @@ from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..model_stamp import state_of
 from ..planner.choice import Decision
-from ..planner.decision import SpeedPlan
+from ..planner.decision import PAIRED, SpeedPlan
 from ..proof.distance import HALF, gradient_distance, unequal_columns
 from ..proof.disturbance import MOVED
 from ..proof.dropout import Shapes
@@ -247,6 +247,9 @@ class EvaluationDecision(Decision):
     """Compares candidates for an evaluation."""
 
     _setup: EvaluationSetup
+
+    def _offered(self, name: str) -> Layout | str:
+        return "it is for training" if name == PAIRED else super()._offered(name)
 
     def _make_prover(self) -> EvaluationProver:
         return EvaluationProver(self._setup)

@@ -8,15 +8,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..attention import pairs
 from ..attention.dispatch import HALF
 from ..attention.document_mask import as_given
 from ..attention.kernel_choice import without_cudnn
 from ..attention.switch import AttentionSwitch
 from ..attention.t5_bias import switch_for
 from ..fused_modules import FusedModules
-from ..planner.decision import BIASED, COLLATED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
+from ..planner.decision import BIASED, COLLATED, FLAT, GROUPED, IN_ROWS, LAYOUTS, PAIRED, UNMASKED, UNPADDED
 from .positions import counts_by_row, has_position_bias, most_positions
-from .rows import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_in_shapes, lay_unpadded
+from .rows import (
+    BORDERS,
+    DECODER_MASK,
+    LONGEST,
+    MASK,
+    PLACES,
+    TARGET_BORDERS,
+    TARGET_LONGEST,
+    Laid,
+    Limits,
+    lay_flat,
+    lay_grouped,
+    lay_in_shapes,
+    lay_pairs,
+    lay_unpadded,
+)
 from .samples import Samples
 from .unpadded_encoder import UnpaddedEncoder, find_embeddings, find_encoder
 
@@ -80,6 +96,35 @@ class Flat(Layout):
             yield
 
 
+class Paired(Layout):
+    """Rows of several sources, and rows of their targets, without padding."""
+
+    def __init__(self, model: nn.Module, switch: AttentionSwitch, bias: pairs.DistanceBias) -> None:
+        super().__init__(PAIRED)
+        self._model, self._switch, self._bias, self._fused = model, switch, bias, FusedModules(model)
+
+    def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
+        shift = self._model.prepare_decoder_input_ids_from_labels
+        return lay_pairs(samples, limits, shift=shift, fill=fill)
+
+    def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if BORDERS not in batch:
+            return batch
+        sources, targets = batch[BORDERS], batch[TARGET_BORDERS]
+        self._bias.longest = {False: batch[LONGEST], True: batch[TARGET_LONGEST]}
+        ours = (BORDERS, LONGEST, TARGET_BORDERS, TARGET_LONGEST)
+        return {
+            **{name: value for name, value in batch.items() if name not in ours},
+            MASK: pairs.as_given(sources, targets),
+            DECODER_MASK: pairs.as_given(targets),
+        }
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._switch.active(), self._bias.active(), self._fused.active():
+            yield
+
+
 class Unpadded(Flat):
     """Padded batches with an encoder that computes real tokens only."""
 
@@ -116,6 +161,8 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     if name == BIASED:
         biased = switch_for(model)
         return biased if isinstance(biased, str) else Biased(biased, FusedModules(model))
+    if name == PAIRED:
+        return _paired(model)
     switch = AttentionSwitch(model)
     reason = switch.reason or counts_by_row(model)
     if reason is not None:
@@ -128,8 +175,17 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     return Unpadded(switch, UnpaddedEncoder(encoder, find_embeddings(model, encoder)))
 
 
+def _paired(model: nn.Module) -> Layout | str:
+    switch, bias = pairs.switch_for(model), pairs.DistanceBias(model)
+    if isinstance(switch, str):
+        return switch
+    if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return "it is not known how the model makes inputs of the decoder from labels"
+    return bias.reason or Paired(model, switch, bias)
+
+
 def needs_half_precision(name: str, device_type: str, weights: Tensor | None, computes_half: bool) -> bool:
     """Whether a layout is unusable because its kernels on this device support half precision only."""
-    if name not in (FLAT, UNPADDED) or device_type == "cpu":
+    if name not in IN_ROWS or device_type == "cpu":
         return False
     return not computes_half and (weights is None or weights.dtype not in HALF)

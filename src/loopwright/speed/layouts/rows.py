@@ -3,6 +3,7 @@
 Every layout keeps the samples of the update and therefore its gradient; only the grouping into tensors changes.
 
     flat      rows without padding, one document after the other, attention within documents
+    flat pairs   rows of sources and rows of targets without padding, attention within and between pairs
     unpadded  padded outside the model's encoder, without padding inside it
     grouped   samples of similar length together, padded to the longest of their group
     collated  the batches of the collator
@@ -10,8 +11,8 @@ Every layout keeps the samples of the update and therefore its gradient; only th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from ..attention.document_mask import borders_of
 from .cutting import cut_by_length, cut_into_shapes, split_evenly, split_into_rows
-from .samples import IGNORED, SOURCE, TARGET, Axis, Samples
+from .samples import DECODED, IGNORED, SOURCE, TARGET, Axis, Samples
 
-MASK = "attention_mask"
+MASK, DECODER_MASK = "attention_mask", "decoder_attention_mask"
 BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
+TARGET_BORDERS, TARGET_LONGEST = "_target_borders", "_target_longest"
 """Entries of a micro-batch for our attention, which are removed before the model is called."""
 
 
@@ -135,6 +137,46 @@ def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> L
     return Laid(batches, sum(batch["input_ids"].numel() for batch in batches), rows)
 
 
+def lay_pairs(samples: Samples, limits: Limits, *, shift: Callable[[Tensor], Tensor], fill: bool) -> Laid:
+    """Rows of sources and rows of targets without padding; `shift` makes the inputs of the decoder of labels.
+
+    Shifted in a row, the inputs of a target would begin with the last token of the one before it.
+    """
+    sources, targets = samples.axes[SOURCE], samples.axes[TARGET]
+    tensors = dict(samples.tensors)
+    if DECODED not in tensors:
+        tensors[DECODED] = shift(tensors["labels"])
+        targets = replace(targets, names=[*targets.names, DECODED])
+    part = _part_to_fill(fill, limits)
+    rows, batches = split_into_rows(sources.lengths + targets.lengths, budget=limits.budget), []
+    for row in rows:
+        within = slice(int(row[0]), int(row[-1]) + 1)
+        batch = {**samples.constants}
+        batch |= _flattened(tensors, sources, within, part, (BORDERS, LONGEST))
+        batch |= _flattened(tensors, targets, within, part, (TARGET_BORDERS, TARGET_LONGEST))
+        batches.append(batch)
+    computed = sum(batch[name].numel() for batch in batches for name in ("input_ids", DECODED))
+    return Laid(batches, computed, rows)
+
+
+def _flattened(
+    tensors: dict[str, Tensor], axis: Axis, within: slice, part: int, names: tuple[str, str]
+) -> dict[str, Any]:
+    """The tensors along an axis as one row, with the borders of its documents and the longest of them."""
+    starts, ends = axis.starts[within], axis.ends[within]
+    real, total = _real_tokens(starts, ends, axis.width), int((ends - starts).sum())
+    missing = -total % filling(total, part) if part else 0
+    batch: dict[str, Any] = {}
+    for name in axis.names:
+        if name not in (MASK, DECODER_MASK):
+            tokens = tensors[name][within][real]
+            batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
+    documents = np.append(ends - starts, missing)
+    batch[names[0]] = borders_of(documents, fill=part > 0)
+    batch[names[1]] = max(128, 1 << (int(documents.max()) - 1).bit_length())  # few values: code is compiled for each
+    return batch
+
+
 def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:
     axis = samples.axes[SOURCE]
     lengths = axis.lengths
@@ -242,8 +284,8 @@ def _longest(lengths: np.ndarray, part: int, *, within: int) -> int:
 
 
 def longest_row(batches: Sequence[Any]) -> int:
-    """Tokens of the longest row."""
-    return max(int(batch["input_ids"].shape[-1]) for batch in batches)
+    """Tokens of the longest row, together with the row of its targets if samples are pairs."""
+    return max(sum(int(batch[name].shape[-1]) for name in ("input_ids", DECODED) if name in batch) for batch in batches)
 
 
 def padded_tokens(batches: Sequence[Any], samples: Samples) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 IGNORED = -100
 SOME_PADDING = 8
 SOURCE, TARGET = "source", "target"
+DECODED = "decoder_input_ids"
 
 
 class NoSamples(Exception):
@@ -226,7 +227,7 @@ def _members(tensors: Mapping[str, list[Tensor]], is_pair: bool, whole: Collecti
         raise NoSamples("there is no attention_mask of shape (samples, tokens)")
     members = {SOURCE: _along(tensors, main, lambda name: not (is_pair and _is_target(name)))}
     if is_pair:
-        targets = [name for name in ("labels", "decoder_input_ids") if name in tensors and tensors[name][0].dim() == 2]
+        targets = [name for name in ("labels", DECODED) if name in tensors and tensors[name][0].dim() == 2]
         if not targets:
             raise NoSamples("there are no labels to infer the target lengths from")
         members[TARGET] = _along(tensors, targets[0], _is_target)

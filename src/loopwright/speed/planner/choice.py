@@ -21,10 +21,12 @@ from ..training_setup import TrainingSetup
 from .decision import (
     BIASED,
     FLAT,
+    FOR_PAIRS,
     GRAPHS,
-    GROUPED,
     IN_GROUPS,
     LAYOUTS,
+    ONE_ROW,
+    PAIRED,
     UNMASKED,
     UNPADDED,
     SpeedPlan,
@@ -106,14 +108,16 @@ class Decision:
         setup = self._setup
         if name not in IN_GROUPS and setup.only_grouped is not None:
             return setup.only_grouped
-        if name not in (GROUPED, BIASED) and setup.is_pair:
+        if name not in FOR_PAIRS and setup.is_pair:
             return "samples are pairs of a source and a target"
+        if name == PAIRED and not setup.is_pair:
+            return "samples are not pairs of a source and a target"
         if name == BIASED and not setup.on_gpu:
             return "it only helps on GPUs"
         if name == UNMASKED and not setup.shifts():
             return "the model is not known to predict next tokens"
         values = self._samples.per_sample()
-        if name == FLAT and values:
+        if name in ONE_ROW and values:
             return f"{values[0]!r} has one value per sample, but a row holds many samples"
         if name == UNPADDED and "attention_mask" not in self._samples.tensors:
             return "there is no attention_mask"

@@ -6,9 +6,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COLLATED, GROUPED, UNMASKED, UNPADDED, FLAT = "collated", "grouped", "grouped without mask", "unpadded", "flat"
-BIASED = "grouped with bias in rows"
+BIASED, PAIRED = "grouped with bias in rows", "flat pairs"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
-IN_ROWS = (FLAT, UNPADDED)
+IN_ROWS = (FLAT, UNPADDED, PAIRED)
+ONE_ROW = (FLAT, PAIRED)
+"""Layouts in which the model gets one row of tokens, as long as the samples of a micro-batch together."""
+FOR_PAIRS = (PAIRED, BIASED, GROUPED)
+"""Layouts for samples that have a source and a target."""
 COMPILED = "compiled blocks"
 GRAPHS = "micro-batches as CUDA graphs"
 LAYOUTS = (*IN_ROWS, *IN_GROUPS)

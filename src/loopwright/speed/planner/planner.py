@@ -33,6 +33,7 @@ from .decision import (
     GROUPED,
     IN_GROUPS,
     IN_ROWS,
+    PAIRED,
     SHORT_ROW,
     SpeedPlan,
     is_worth_it,
@@ -182,7 +183,7 @@ class Planner:
         setup, self._tokens = self._setup, samples.real_tokens
         self._regions.count(batches)
         self._micro_batches = len(batches) * samples.real_tokens / max(padded_tokens(batches, samples), 1)
-        if self._wants_compiling() and setup.why_not_compile is None and not setup.is_pair:
+        if self._wants_compiling() and setup.why_not_compile is None:
             get_ready()
         refused: dict[str, Proof] = {}
         while True:
@@ -227,6 +228,9 @@ class Planner:
     def _choose_graphs(self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples) -> None:
         if plan.layout in IN_GROUPS:
             self._note_graphs(plan, self._why_not_graph_groups(plan, decision, batches, samples))
+            return
+        if plan.layout == PAIRED:
+            self._note_graphs(plan, "every micro-batch has rows of two lengths, so that few shapes repeat")
             return
         row = min(samples.real_tokens, limits_for(plan, self._setup, batches, samples).budget)
         reason = self._graphs.why_not(plan, batches, row=row, work=self._regions.count(batches))

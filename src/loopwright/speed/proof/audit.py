@@ -9,7 +9,7 @@ from ..fused_loss.lazy_logits import PendingHead
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
-from ..planner.decision import FLAT, SpeedPlan
+from ..planner.decision import ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
 from .guard import Coverage, Seen
 from .prober import Proof, ProofRefused
@@ -48,7 +48,7 @@ class Verification:
     def allows(self, batches: Sequence[Any], samples: Samples, laid: Laid, limits: Limits) -> bool:
         """Whether an update may be laid out: its inputs are covered by a proof, or it agrees when compared now."""
         assert self._layout is not None
-        row = longest_row(laid.batches) if self._plan.layout == FLAT else 0
+        row = longest_row(laid.batches) if self._plan.layout in ONE_ROW else 0
         news = self.coverage.news_in(Seen.of(samples, row=row))
         if news is None or self._agrees(batches, samples, limits, news):
             return True

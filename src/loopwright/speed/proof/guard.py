@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.samples import IGNORED, SOURCE, Axis, OddSamples, Samples, take_apart
+from ..layouts.samples import DECODED, IGNORED, SOURCE, Axis, OddSamples, Samples, take_apart
 
 PER_SAMPLE = "sample"
 POSITIONS = "position_ids"
-TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
+TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids", DECODED, "decoder_attention_mask")
 """Names of tensors that always have a token dimension."""
 IMAGE_WORDS = ("pixel", "image", "video", "audio", "patch", "grid", "frame")
 """Words in the names of tensors that may have several rows per sample, or none."""
@@ -62,21 +62,35 @@ def check_padding(samples: Samples) -> dict[str, float]:
         padding = padding_of(axis)
         if not padding.any():
             continue
-        first = np.unravel_index(int(padding.argmax()), padding.shape)
         for name in axis.names:
             if name == POSITIONS:
                 continue  # positions in the padding may keep counting; they are never used
-            values = samples.tensors[name]
-            array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
-            value = array[first].flat[0]
-            # numpy instead of torch: this runs for every update, and torch's call overhead exceeds the comparison.
-            unequal = array != value if array.ndim == 2 else (array != value).reshape(*array.shape[:2], -1).any(-1)
-            if (unequal & padding).any():
-                raise UnevenPadding(name)
-            number = float(value)
-            if "label" in name and not values.is_floating_point() and number != IGNORED:
-                raise OddSamples(f"{name!r} has targets in the padding")
-            found[name] = number
+            values, inside = samples.tensors[name], padding
+            if name == DECODED and "labels" in axis.names:
+                inside = padding & ~_is_shifted(values, samples.tensors["labels"])
+            if inside is padding or inside.any():
+                found[name] = _padding_value(name, values, inside)
+    return found
+
+
+def _padding_value(name: str, values: Tensor, padding: np.ndarray) -> float:
+    """The one value in the padding of a tensor."""
+    array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
+    value = array[np.unravel_index(int(padding.argmax()), padding.shape)].flat[0]
+    # numpy instead of torch: this runs for every update, and torch's call overhead exceeds the comparison.
+    unequal = array != value if array.ndim == 2 else (array != value).reshape(*array.shape[:2], -1).any(-1)
+    if (unequal & padding).any():
+        raise UnevenPadding(name)
+    if "label" in name and not values.is_floating_point() and value != IGNORED:
+        raise OddSamples(f"{name!r} has targets in the padding")
+    return float(value)
+
+
+def _is_shifted(inputs: Tensor, labels: Tensor) -> np.ndarray:
+    """Where the input of a decoder is the label before it: of the last label, that is in the padding."""
+    found = np.zeros(tuple(inputs.shape[:2]), dtype=bool)
+    if inputs.dim() == labels.dim() == 2 and inputs.shape == labels.shape:
+        found[:, 1:] = (inputs[:, 1:] == labels[:, :-1]).numpy()
     return found
 
 

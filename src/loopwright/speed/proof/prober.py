@@ -140,8 +140,8 @@ class Candidate:
     """Lays out the samples of a whole update as in training; None if the candidate keeps the collator's batches."""
     prepare: Prepare
     install: Callable[[], AbstractContextManager[Any]]
-    row_tokens: Callable[[Any], int] | None = None
-    """Number of tokens in the row of a micro-batch; None if samples do not share rows."""
+    row_tokens: Callable[[Any], set[int]] | None = None
+    """Numbers of tokens in the rows of a micro-batch; None if samples do not share rows."""
 
 
 class Prober:
@@ -284,7 +284,8 @@ class Prober:
         batches = reference.batches if samples is None or lay is None else lay(samples)
         outcome = self._compare(proof, batches, candidate, reference)
         if proof.accepted and candidate.row_tokens is not None and samples is not None and len(samples) > 1:
-            shape = per_sample(outcome.dropouts, {candidate.row_tokens(batch) for batch in batches})
+            rows = set().union(*map(candidate.row_tokens, batches))
+            shape = per_sample(outcome.dropouts, rows)
             if shape is not None:
                 proof.refuse(f"a dropout mask of shape {shape} would treat a row of many samples as one sample")
         return proof

@@ -13,9 +13,9 @@ import torch
 from ..fused_loss.lazy_logits import PendingHead
 from ..layouts.candidates import Layout
 from ..layouts.rows import PLACES, Limits, longest_row
-from ..layouts.samples import IGNORED, SOURCE, Samples, few_of
+from ..layouts.samples import DECODED, IGNORED, SOURCE, Samples, few_of
 from ..memory.token_budget import limits_for
-from ..planner.decision import FLAT, IN_ROWS, SpeedPlan
+from ..planner.decision import IN_ROWS, ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
 from .distance import half_tolerance
 from .gradients import share_equal
@@ -127,7 +127,7 @@ class Prover:
         samples = reference.samples
         assert samples is not None
         laid = layout.lay(samples, limits, shifts=self._setup.shifts(), fill=plan.fill)
-        row = longest_row(laid.batches) if plan.layout == FLAT else 0
+        row = longest_row(laid.batches) if plan.layout in ONE_ROW else 0
         seen = Seen.of(samples, row=row)
         most = min(2 * row, limits.budget) if self._setup.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
@@ -173,10 +173,10 @@ class Prover:
         """Whether a row of `tokens` tokens gives the same result: some samples are repeated without targets."""
         samples = reference.samples
         labels = None if samples is None else samples.tensors.get("labels")
-        if samples is None or labels is None or "labels" not in samples.axes[SOURCE].names:
+        if samples is None or labels is None or not any("labels" in axis.names for axis in samples.axes.values()):
             return False
-        missing = tokens - int(samples.axes[SOURCE].lengths.sum())
-        again = np.flatnonzero(np.cumsum(samples.axes[SOURCE].lengths) <= missing)
+        lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+        again = np.flatnonzero(np.cumsum(lengths) <= tokens - lengths.sum())
         if not len(again):
             return False
         silent = replace(samples, tensors={**samples.tensors, "labels": torch.full_like(labels, IGNORED)})
@@ -259,9 +259,9 @@ def _halves(samples: Samples) -> Limits:
     return Limits(budget=max(int(lengths.max()), -(-int(lengths.sum()) // 2)), overhead=0)
 
 
-def _row_tokens(batch: Any) -> int:
-    places = batch.get(PLACES)
-    return int(batch["input_ids"].shape[-1] if places is None else places.numel())
+def _row_tokens(batch: Any) -> set[int]:
+    places, names = batch.get(PLACES), ("input_ids", DECODED)
+    return {batch[name].shape[-1] for name in names if name in batch} if places is None else {places.numel()}
 
 
 def _worst(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:

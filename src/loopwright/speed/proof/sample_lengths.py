@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..layouts.positions import has_position_bias
 from ..layouts.samples import IGNORED, Axis, NoSamples, Samples
 
 POSITIONS = "position_ids"
@@ -80,11 +81,14 @@ def _padded(values: Tensor, width: int, value: float, on_left: bool) -> Tensor:
     return torch.cat([filling, values] if on_left else [values, filling], dim=1)
 
 
+UNLIMITED = 1 << 30
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
 
 def longest_possible(model: nn.Module) -> int | None:
     """Largest number of tokens per sample, from the configuration and the position tables; None if unknown."""
+    if has_position_bias(model):
+        return UNLIMITED  # some of their configurations have a number of positions, which nothing reads
     config = getattr(model, "config", None)
     named = [getattr(config, name, None) for name in LIMITS]
     known = [value for value in named if isinstance(value, int) and value > 0]
