@@ -221,6 +221,7 @@ def run_trial(
     """
     found = Measured()
     trainer = trainer_of(config, materials)
+    found.start_seconds = time.time() - started  # the run does not do what follows
     clock = TrialClock(lambda: _synchronize(trainer), lambda: _spent(trainer))
     clock.saves_early, clock.stride = saves(trainer) > 1, STRIDE if trainer.args.device.type == "cuda" else 1
     for kind in (RunControl, PrinterCallback):
@@ -233,7 +234,6 @@ def run_trial(
         trainer.eval_dataset = Part(whole, EVALUATED * trainer.args.eval_batch_size)
     gc.collect()
     before = host_memory()
-    found.start_seconds = time.time() - started
     clock.began = time.perf_counter()
     trainer.train()
     found.memory = memory_of(trainer, before)
