@@ -39,7 +39,7 @@ def everyday(tasks: str, more: str = "", *, usual: int) -> Step:
 
 
 STEPS = {
-    "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --limit 170", 180, 240),
+    "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
     "t5": everyday("t5", "--arms loopwright transformers", usual=150),
     "sft": everyday("sft-64", "--arms loopwright transformers --cache FOLDER/../cache", usual=120),
     "sft-warm": Step(

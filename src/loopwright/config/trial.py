@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from ..core.measure.ledger import COMPILING, DATA, EVALUATION, PROVING, SAVING, 
 from .building import trainer_of
 from .config import Config
 from .run_control import RunControl
+from .update_times import WARM, UpdateTimes, times_of
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -30,16 +30,10 @@ HEAVIEST = 2
 """The last of the two updates, from 0, that get the samples of the heaviest ones: the optimizer has its state then."""
 SAVED = 2
 """The update, from 0, after which a checkpoint is saved."""
-WARM = 4
-"""Updates that are never timed: the first ones are slower."""
-OUTLIER = 4.0
-"""Multiple of the usual time of an update above which it is not a usual one, such as one that compiles."""
-DRIFT = 1.15
-"""Ratio of the times of the first and the second half of the updates from which the device was still warming up."""
 FEWEST, MANY = 6, 60
 """Timed updates."""
 SHORT, ENOUGH, LIMIT = 6.0, 12.0, 30.0
-"""Seconds of many timed updates that are enough, of few ones, and of all updates that are too many."""
+"""Seconds of many usual updates that are enough, of few ones, and of all updates that are too many."""
 FRAGMENTATION = 1.06
 """Factor on the memory of the process: that of a longer run grows a little, because freed memory is fragmented."""
 STRIDE = 8
@@ -71,8 +65,10 @@ class Measured:
     """From the beginning of the command to the first update."""
     once_seconds: float = 0.0
     """Of proving and compiling."""
-    warm_up_seconds: float = 0.0
-    """By which the first updates were slower than later ones."""
+    slower_seconds: float = 0.0
+    """By which the first updates, and others that are slow once, were slower than usual ones."""
+    closing_seconds: float = 0.0
+    """After the last update: reading its loss, counting operations, and what else the ledger counts as updates."""
     update_seconds: float = 0.0
     timed_updates: int = 0
     evaluation_seconds: float | None = None
@@ -80,9 +76,11 @@ class Measured:
     first_evaluation_seconds: float = 0.0
     """By which the first evaluation was slower than a later one."""
     save_seconds: float = 0.0
-    """For which a save stops training."""
+    """For which a save stops training that continues after it."""
+    last_save_seconds: float = 0.0
+    """Of a save at the end, until it is complete."""
     end_seconds: float = 0.0
-    """After the last update and evaluation."""
+    """After the run, until the command has ended."""
     memory: dict[str, int] = field(default_factory=dict)
     checkpoint_bytes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -133,6 +131,8 @@ class TrialClock(TrainerCallback):
         """Numbers of updates after which the device had computed everything."""
         self.stride = 1
         """Updates between two stops."""
+        self._lost = 0.0
+        """Seconds of timed updates that say nothing about usual ones."""
         self.save_seconds = 0.0
         self.evaluations: list[float] = []
         """Seconds of each evaluation: a first one, which loads kernels, and one at the end."""
@@ -159,8 +159,7 @@ class TrialClock(TrainerCallback):
         self._mark(len(self.marks) < WARM or (len(self.marks) + 1 - WARM) % self.stride == 0)
         is_last = self._is_enough() or state.global_step >= state.max_steps
         if is_last:
-            self.marks.pop()
-            self._mark(is_stop=True)
+            self._stop_here()
             control.should_training_stop = True
         if is_last or len(self.marks) == SAVED + 1:
             control.should_evaluate = self.evaluates
@@ -174,8 +173,14 @@ class TrialClock(TrainerCallback):
         if is_stop:
             self._wait()
         self.marks.append(self._spent())
-        if is_stop and len(self.marks) not in self.stops[-1:]:
+        if is_stop:
             self.stops.append(len(self.marks))
+
+    def _stop_here(self) -> None:
+        """Wait until the device has computed the latest update too."""
+        if self.stops[-1:] != [len(self.marks)]:
+            self.marks.pop()
+            self._mark(is_stop=True)
 
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.evaluations.append(self._spent()[EVALUATION] - self.marks[-1][EVALUATION])
@@ -186,39 +191,25 @@ class TrialClock(TrainerCallback):
         sums = [mark[UPDATES] + mark[DATA] for mark in (self.before, *self.marks)]
         return [after - before for before, after in pairwise(sums)]
 
-    @property
-    def first(self) -> int:
-        """Updates that do not count for the speed: the device warms up in them, or the heaviest samples are in them."""
-        count = len(self.marks)
-        if count <= WARM:
-            return min(1, count - 1)
-        seconds = self.seconds()
-        ends = self.stops[self.stops.index(WARM) :]
-        blocks = [(end, statistics.mean(seconds[begin:end])) for begin, end in pairwise(ends)]
-        usual = OUTLIER * statistics.median(each for _, each in blocks)
-        half = len(blocks) // 2
-        slow = [end for end, each in blocks[:half] if each > usual]
-        early, late = ([each for _, each in part if each <= usual] for part in (blocks[:half], blocks[half:]))
-        if len(early) > 1 and late and statistics.mean(early) > DRIFT * statistics.mean(late):
-            return blocks[half - 1][0]
-        return slow[-1] if slow else WARM
-
-    def times(self) -> tuple[float, float]:
-        """Seconds by which the first updates were slower, and of a later update."""
-        first, seconds = self.first, self.seconds()
-        usual = statistics.mean(seconds[first:])
+    def times(self) -> UpdateTimes:
+        """The time of a usual update, and by how much the others were slower."""
         heavy = range(HEAVIEST - 1, HEAVIEST + 1) if self.has_heavy else ()  # they are not slower, only larger
-        begin = min(first, WARM)
-        slower = sum(max(0.0, each - usual) for n, each in enumerate(seconds[:begin]) if n not in heavy)
-        return slower + max(0.0, sum(seconds[begin:first]) - usual * (first - begin)), usual
+        return times_of(self.seconds(), self.stops, heavy)
 
     def _is_enough(self) -> bool:
-        timed, seconds = len(self.marks) - WARM, 0.0
-        if timed > 0:
-            seconds = sum(self.marks[-1][part] - self.marks[WARM - 1][part] for part in (UPDATES, DATA))
-        is_slow = time.perf_counter() - self.began > LIMIT and len(self.marks) > SAVED + 1
-        is_settled = seconds >= (SHORT if timed >= MANY else ENOUGH)
-        return is_slow or (timed >= FEWEST and is_settled)
+        if time.perf_counter() - self.began > LIMIT and len(self.marks) > SAVED + 1:
+            return True
+        timed = len(self.marks) - WARM
+        needed = SHORT if timed >= MANY else ENOUGH
+        if timed < FEWEST or self._timed_seconds() - self._lost < needed:
+            return False
+        self._stop_here()
+        # Only now, since it reads all updates. An update that is slow once does not make the others enough.
+        self._lost = times_of(self.seconds(), self.stops, heavy=range(WARM)).slower
+        return self._timed_seconds() - self._lost >= needed
+
+    def _timed_seconds(self) -> float:
+        return sum(self.marks[-1][part] - self.marks[WARM - 1][part] for part in (UPDATES, DATA))
 
 
 def run_trial(
@@ -230,6 +221,7 @@ def run_trial(
     """
     found = Measured()
     trainer = trainer_of(config, materials)
+    found.start_seconds = time.time() - started  # the run does not do what follows
     clock = TrialClock(lambda: _synchronize(trainer), lambda: _spent(trainer))
     clock.saves_early, clock.stride = saves(trainer) > 1, STRIDE if trainer.args.device.type == "cuda" else 1
     for kind in (RunControl, PrinterCallback):
@@ -242,23 +234,23 @@ def run_trial(
         trainer.eval_dataset = Part(whole, EVALUATED * trainer.args.eval_batch_size)
     gc.collect()
     before = host_memory()
-    found.start_seconds = time.time() - started
     clock.began = time.perf_counter()
     trainer.train()
     found.memory = memory_of(trainer, before)
-    _take_times(found, clock, trainer, whole)
+    take_times(found, clock, trainer, whole)
     found.speed = trainer.speed_report()
     _load_again(trainer, clock, found)
     return trainer, found
 
 
-def _take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any) -> None:
+def take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any) -> None:
+    """Set the seconds from the time ledger of a trial; `whole` is the validation data, of which it had a part."""
     found.start_seconds += sum(clock.before.values())
-    found.timed_updates = len(clock.marks) - clock.first
-    found.warm_up_seconds, found.update_seconds = clock.times()
-    end, last = _spent(trainer), clock.marks[-1]
+    times, end, last = clock.times(), _spent(trainer), clock.marks[-1]
+    found.update_seconds, found.slower_seconds, found.timed_updates = times.usual, times.slower, times.timed
     found.once_seconds = end[PROVING] + end[COMPILING] * cached_share()
-    found.end_seconds = INTERPRETER + sum(end[part] - last[part] for part in (UPDATES, DATA, SAVING))
+    found.closing_seconds = sum(end[part] - last[part] for part in (UPDATES, DATA))
+    found.last_save_seconds, found.end_seconds = end[SAVING] - last[SAVING], INTERPRETER
     found.save_seconds, found.metrics = clock.save_seconds, clock.metrics
     if clock.evaluations:
         usual = clock.evaluations[-1]

@@ -73,15 +73,7 @@ def report_of(config: Config, trainer: Trainer, found: Measured, notes: Sequence
     steps, per_epoch = plan["steps"], plan["steps_per_epoch"]
     saves = saves_of(config, trainer)
     evaluations = occurrences(args.eval_strategy, args.eval_steps or args.logging_steps, steps, per_epoch)
-    evaluation = (found.evaluation_seconds or 0.0) * evaluations + found.first_evaluation_seconds * bool(evaluations)
-    seconds = {
-        "start": found.start_seconds,
-        "once": found.once_seconds,
-        "updates": found.update_seconds * steps + found.warm_up_seconds,
-        "evaluations": evaluation,
-        "saves": found.save_seconds * saves,
-        "end": found.end_seconds,
-    }
+    seconds = seconds_of(found, steps=steps, evaluations=evaluations, saves=saves)
     kept = min(saves, args.save_total_limit or saves) + 1 if saves else 0
     disk = shutil.disk_usage(_existing(Path(str(args.output_dir))))
     report: dict[str, Any] = {
@@ -100,6 +92,19 @@ def report_of(config: Config, trainer: Trainer, found: Measured, notes: Sequence
     refused = [f"{note} (an error because strict=True)" for note in notes if args.strict]
     report["problems"] = [*problems_of(report), *refused]
     return report
+
+
+def seconds_of(found: Measured, *, steps: int, evaluations: int, saves: int) -> dict[str, float]:
+    """The seconds of a run with so many updates, evaluations and saves, by the parts of its time ledger."""
+    evaluation = (found.evaluation_seconds or 0.0) * evaluations + found.first_evaluation_seconds * bool(evaluations)
+    return {
+        "start": found.start_seconds,
+        "once": found.once_seconds,
+        "updates": found.update_seconds * steps + found.slower_seconds + found.closing_seconds,
+        "evaluations": evaluation,
+        "saves": found.save_seconds * saves + found.last_save_seconds * bool(saves),
+        "end": found.end_seconds,
+    }
 
 
 def problems_of(report: dict[str, Any]) -> list[str]:
