@@ -187,3 +187,12 @@ def split_cpu() -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+@pytest.fixture
+def only_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of a source and a target in groups, as on a GPU without loopwright's kernels."""
+    from loopwright.speed.planner import choice
+    from loopwright.speed.planner.decision import PAIRED
+
+    monkeypatch.setattr(choice, "LAYOUTS", tuple(name for name in choice.LAYOUTS if name != PAIRED))

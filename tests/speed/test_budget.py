@@ -131,7 +131,7 @@ def test_a_large_device_takes_long_rows(tmp_path: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.grid)])
 def test_groups_are_larger_than_the_collators_batches_where_they_fit(
-    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, only_groups: None
 ) -> None:
     data = samples(64, "pair")
     many = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4, "speed": "max"}

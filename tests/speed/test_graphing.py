@@ -195,7 +195,7 @@ def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkey
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_groups_of_pairs_are_graphs_of_a_few_shapes(
-    kind: str, accumulation: int, tmp_path: Any, recorder: Recorder
+    kind: str, accumulation: int, tmp_path: Any, recorder: Recorder, only_groups: None
 ) -> None:
     data, options = samples(96, "pair"), {"max_steps": 10, "gradient_accumulation_steps": accumulation, "speed": "max"}
     plain = train(build(kind, "pair"), data, tmp_path, **{**options, "speed": "off"})
@@ -211,7 +211,9 @@ PAIRS: dict[str, Any] = {"max_steps": 10, "gradient_accumulation_steps": 2, "spe
 
 
 @pytest.mark.parametrize("start", [2, 6])
-def test_a_resumed_run_of_pairs_is_graphed_to_the_last_bit(start: int, tmp_path: Any, recorder: Recorder) -> None:
+def test_a_resumed_run_of_pairs_is_graphed_to_the_last_bit(
+    start: int, tmp_path: Any, recorder: Recorder, only_groups: None
+) -> None:
     options = {**PAIRS, "save_strategy": "steps", "save_steps": 2}
     data = samples(120, "pair")
     whole = train(dropping("t5", "pair"), data, tmp_path, **options)
@@ -221,7 +223,7 @@ def test_a_resumed_run_of_pairs_is_graphed_to_the_last_bit(start: int, tmp_path:
 
 
 def test_rows_that_are_added_and_count_are_refused(
-    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, only_groups: None
 ) -> None:
     import loopwright.speed.layouts.rows as layouts
 
@@ -252,7 +254,7 @@ def test_groups_that_cannot_be_recorded_are_groups_still(
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-def test_groups_without_ignored_labels_are_no_graphs(tmp_path: Any, recorder: Recorder) -> None:
+def test_groups_without_ignored_labels_are_no_graphs(tmp_path: Any, recorder: Recorder, only_groups: None) -> None:
     """A row without targets needs a label that the loss ignores, and nothing shows that it does."""
     data = [{**each, "labels": torch.tensor([5, 6, 7, 8])} for each in samples(48, "pair")]
     run = train(build("t5", "pair"), data, tmp_path, max_steps=4, speed="max")

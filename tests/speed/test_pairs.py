@@ -193,3 +193,24 @@ def _sum_of_tiles(whole: Tensor, offset: int, blocks: int) -> Tensor:
     tiled = whole.unflatten(1, (blocks, TILE)).unflatten(3, (blocks, TILE)).permute(0, 1, 3, 2, 4)
     rows = np.arange(max(0, -offset), min(blocks, blocks - offset))
     return tiled[:, rows, rows + offset].sum(1)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_predictions_are_the_same_with_inputs_of_the_decoder(kind: str, tmp_path: Path) -> None:
+    found = []
+    for speed in ("off", "max"):
+        model = build(kind, "pair", layers=2)
+
+        def collator(rows: list[dict[str, Any]], model: Any = model) -> dict[str, Tensor]:
+            batch = collate(rows)
+            return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(batch["labels"])}
+
+        run = train(model, DATA, tmp_path / speed, speed=speed, learning_rate=0.0, data_collator=collator)
+        found.append(run.trainer.predict(DATA[:15]))
+        assert run.plan.layout == ({"t5": PAIRED, "bart": GROUPED}[kind] if speed == "max" else "collated")
+    plain, fast = found
+    assert fast.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-9)
+    assert (fast.label_ids == plain.label_ids).all()
+    logits = [each.predictions[0] if isinstance(each.predictions, tuple) else each.predictions for each in found]
+    real = plain.label_ids != -100
+    np.testing.assert_allclose(logits[1][real], logits[0][real], rtol=1e-5, atol=1e-6)

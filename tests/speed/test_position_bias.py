@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.speed.layouts.candidates import Layout, make_layout
-from loopwright.speed.planner.decision import BIASED, PAIRED
+from loopwright.speed.planner.decision import BIASED
 from loopwright.speed.training_setup import TrainingSetup
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import gradients_of
@@ -55,9 +55,9 @@ def test_another_attention_is_left_alone() -> None:
     assert "attention implementation is 'eager'" in str(make_layout(BIASED, model))
 
 
-def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, only_groups: None) -> None:
     plain = gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "off", speed="off")
-    assert gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "cpu", speed="max").plan.layout == PAIRED
+    assert gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "cpu", speed="max").plan.layout == "grouped"
     monkeypatch.setattr(TrainingSetup, "on_gpu", property(lambda self: True))
     run = gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "gpu", speed="max")
     assert run.plan.layout == BIASED
