@@ -90,6 +90,14 @@ PAIRS: dict[str, dict[str, Any]] = {
         "d_model": 32, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1,
     },
+    **{
+        kind: {
+            "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48, "decoder_start_token_id": 1, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+            **({"decoder_vocab_size": VOCABULARY} if kind == "marian" else {}),
+        }
+        for kind in ("marian", "mbart", "m2m_100", "blenderbot-small")
+    },
     "pegasus": {
         "d_model": 32, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1,

@@ -1,12 +1,14 @@
-"""Attention for rows of sources and rows of targets without padding: encoder, decoder and cross-attention of T5.
+"""Attention and positions for rows of sources and rows of targets without padding.
 
 The encoder gets the documents of both rows as its mask, the decoder those of its own: transformers passes the mask of
 the encoder to the cross-attention too. A bias for distances between tokens, which T5 computes for all pairs of tokens
-of a row, is computed once for every distance that occurs within a document.
+of a row, is computed once for every distance that occurs within a document. Tables of positions, as BART's, are asked
+for the positions within documents.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layouts.positions import has_position_bias
 from ..proof.dropout import dropout_is_off
 from . import varlen
 from .dispatch import HALF, HAS, UNKNOWN_TO_US
@@ -24,8 +25,9 @@ from .per_document import AttentionRequest, each_document
 from .switch import AttentionSwitch
 
 NAME = "loopwright_pairs"
-CAUSAL, WITHIN, ACROSS = 1, 2, 3
-"""Sizes of the second dimension of a mask: earlier positions of a document, all of them, those of the other row."""
+NAMED = "position_ids"
+CAUSAL, FULL = 1, 2
+"""Sizes of the second dimension of a mask: earlier positions of a document, or all of them, maybe of the other row."""
 
 
 def as_given(borders: Tensor, others: Tensor | None = None) -> Tensor:
@@ -41,7 +43,7 @@ def _aligned(borders: Tensor) -> Tensor:
 
 
 def mask_of_pairs(
-    *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, config: Any = None, **kwargs: Any
+    *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
     """The documents that an attention needs; None if the model was not given documents."""
     if attention_mask is None or not is_given(attention_mask):
@@ -49,11 +51,7 @@ def mask_of_pairs(
     pattern = pattern_of(mask_function)
     if pattern not in (Pattern(), Pattern(causal=True)):
         raise AttentionRefused("the model's mask has windows or chunks")
-    if pattern.causal:
-        return attention_mask[0].expand(-1, CAUSAL, -1, -1)
-    if getattr(config, "is_decoder", False):
-        return attention_mask[0].expand(-1, ACROSS, -1, -1)
-    return attention_mask[0, ..., : attention_mask.shape[-1] // 2].expand(-1, WITHIN, -1, -1)
+    return attention_mask[0].expand(-1, CAUSAL if pattern.causal else FULL, -1, -1)
 
 
 def attend(
@@ -73,14 +71,16 @@ def attend(
     surplus = [name for name in UNKNOWN_TO_US if kwargs.get(name) is not None]
     if surplus or query.shape[0] != 1:
         raise AttentionRefused(f"the model's attention uses {surplus[0] if surplus else 'more than one row'}")
-    kind, borders = attention_mask.shape[1], borders_in(attention_mask)
-    keys, queries = borders.chunk(2) if kind == ACROSS else (borders, borders)
-    if kind != ACROSS and query.shape[2] != key.shape[2]:
+    is_causal, borders = attention_mask.shape[1] == CAUSAL, borders_in(attention_mask)
+    keys, queries = (borders, borders) if is_causal else borders.chunk(2)
+    if query.shape[2] == key.shape[2]:  # rows of sources and of targets never have the same length
+        queries = keys
+    elif is_causal:
         raise AttentionRefused("the model's attention spans more than one row")
     bias = _by_distance(position_bias)
     if dropout and dropout_is_off():  # our own kernels draw dropout themselves
         dropout = 0.0
-    ask = AttentionRequest(kind == CAUSAL, None, None, dropout, scaling)
+    ask = AttentionRequest(is_causal, None, None, dropout, scaling)
     if query.device.type == "cuda" and value.dtype in HALF:
         return _by_kernel(query, key, value, queries, keys, ask, bias), None
     return each_document(query, key, value, queries, keys, ask, bias=bias), None
@@ -118,12 +118,14 @@ class DistanceBias:
         """The largest distance between tokens of a document, rounded up; for the decoder under True."""
 
     @property
+    def is_used(self) -> bool:
+        return bool(self._modules)
+
+    @property
     def reason(self) -> str | None:
         """Why the bias of the model cannot be computed for distances."""
-        known = ("compute_bias", "is_decoder", "has_relative_attention_bias")
-        if not self._modules or not all(hasattr(module, name) for module in self._modules for name in known):
-            return "it is not known how the model computes its position bias"
-        return None
+        known = all(hasattr(module, name) for module in self._modules for name in ("compute_bias", "is_decoder"))
+        return None if known else "it is not known how the model computes its position bias"
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -151,9 +153,47 @@ class DistanceBias:
         return compute
 
 
+class RowPositions:
+    """Makes the tables of positions of a model use the positions within documents, within a context."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [
+            (module, "decoder" in name.split("."))
+            for name, module in model.named_modules()
+            if name.rpartition(".")[2] == "embed_positions" and isinstance(module, nn.Embedding)
+        ]
+        self.places: dict[bool, Tensor] = {}
+        """The position of every token of a row; for the decoder under True."""
+
+    @property
+    def are_used(self) -> bool:
+        return bool(self._tables)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the positions of the model cannot be chosen."""
+        accepted = [NAMED in inspect.signature(module.forward).parameters for module, _ in self._tables]
+        return None if all(accepted) else "the positions of the model depend on the place in a row"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        changed = [pair for pair in self._tables if "forward" not in pair[0].__dict__]
+        for module, is_decoder in changed:
+            module.forward = self._asking(module, is_decoder)
+        try:
+            yield
+        finally:
+            for module, _ in changed:
+                del module.forward
+
+    def _asking(self, module: nn.Module, is_decoder: bool) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return type(module).forward(module, *args, **{**kwargs, NAMED: self.places[is_decoder]})
+
+        return forward
+
+
 def switch_for(model: nn.Module) -> AttentionSwitch | str:
     """The switch that makes a model use this attention, or why it cannot be used."""
-    if not has_position_bias(model):
-        return "the positions of the model depend on the place in a row"
     switch = AttentionSwitch(model, {"sdpa": (NAME, attend)}, mask_of_pairs)
     return switch if switch.reason is None else switch.reason

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +24,11 @@ from .rows import (
     LONGEST,
     MASK,
     PLACES,
-    TARGET_BORDERS,
-    TARGET_LONGEST,
+    SOURCE_SIDE,
+    TARGET_SIDE,
     Laid,
     Limits,
+    Side,
     lay_flat,
     lay_grouped,
     lay_in_shapes,
@@ -99,29 +101,36 @@ class Flat(Layout):
 class Paired(Layout):
     """Rows of several sources, and rows of their targets, without padding."""
 
-    def __init__(self, model: nn.Module, switch: AttentionSwitch, bias: pairs.DistanceBias) -> None:
+    def __init__(
+        self,
+        switch: AttentionSwitch,
+        bias: pairs.DistanceBias,
+        positions: pairs.RowPositions,
+        *,
+        fused: FusedModules,
+        shift: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__(PAIRED)
-        self._model, self._switch, self._bias, self._fused = model, switch, bias, FusedModules(model)
+        self._switch, self._bias, self._positions, self._fused, self._shift = switch, bias, positions, fused, shift
 
     def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
-        shift = self._model.prepare_decoder_input_ids_from_labels
-        return lay_pairs(samples, limits, shift=shift, fill=fill)
+        return lay_pairs(samples, limits, shift=self._shift, fill=fill)
 
     def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
         if BORDERS not in batch:
             return batch
-        sources, targets = batch[BORDERS], batch[TARGET_BORDERS]
-        self._bias.longest = {False: batch[LONGEST], True: batch[TARGET_LONGEST]}
-        ours = (BORDERS, LONGEST, TARGET_BORDERS, TARGET_LONGEST)
+        source, target = (Side(*(batch[name] for name in names)) for names in (SOURCE_SIDE, TARGET_SIDE))
+        self._bias.longest = {False: source.longest, True: target.longest}
+        self._positions.places = {False: source.places, True: target.places}
         return {
-            **{name: value for name, value in batch.items() if name not in ours},
-            MASK: pairs.as_given(sources, targets),
-            DECODER_MASK: pairs.as_given(targets),
+            **{name: value for name, value in batch.items() if name not in (*SOURCE_SIDE, *TARGET_SIDE)},
+            MASK: pairs.as_given(source.borders, target.borders),
+            DECODER_MASK: pairs.as_given(target.borders),
         }
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._switch.active(), self._bias.active(), self._fused.active():
+        with self._switch.active(), self._bias.active(), self._positions.active(), self._fused.active():
             yield
 
 
@@ -176,12 +185,29 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
 
 
 def _paired(model: nn.Module) -> Layout | str:
-    switch, bias = pairs.switch_for(model), pairs.DistanceBias(model)
+    switch, bias, positions = pairs.switch_for(model), pairs.DistanceBias(model), pairs.RowPositions(model)
     if isinstance(switch, str):
         return switch
-    if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+    if not (bias.is_used or positions.are_used):
+        return "it is not known where the model computes positions"
+    shift = _shift_of(model)
+    if shift is None:
         return "it is not known how the model makes inputs of the decoder from labels"
-    return bias.reason or Paired(model, switch, bias)
+    reason = bias.reason or positions.reason
+    return reason or Paired(switch, bias, positions, fused=FusedModules(model), shift=shift)
+
+
+def _shift_of(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The function by which a model makes inputs of the decoder from labels; None if it is not known."""
+    found = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if callable(found):
+        method: Callable[[Tensor], Tensor] = found
+        return method
+    shift = getattr(sys.modules.get(type(model).__module__), "shift_tokens_right", None)
+    config: Any = getattr(model, "config", None)
+    if not callable(shift) or config is None:
+        return None
+    return lambda labels: shift(labels, config.pad_token_id, config.decoder_start_token_id)
 
 
 def needs_half_precision(name: str, device_type: str, weights: Tensor | None, computes_half: bool) -> bool:

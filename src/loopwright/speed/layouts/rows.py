@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from .samples import DECODED, IGNORED, SOURCE, TARGET, Axis, Samples
 
 MASK, DECODER_MASK = "attention_mask", "decoder_attention_mask"
 BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
-TARGET_BORDERS, TARGET_LONGEST = "_target_borders", "_target_longest"
+SOURCE_SIDE = (BORDERS, LONGEST, PLACES)
+TARGET_SIDE = ("_target_borders", "_target_longest", "_target_places")
 """Entries of a micro-batch for our attention, which are removed before the model is called."""
 
 
@@ -151,30 +152,42 @@ def lay_pairs(samples: Samples, limits: Limits, *, shift: Callable[[Tensor], Ten
     rows, batches = split_into_rows(sources.lengths + targets.lengths, budget=limits.budget), []
     for row in rows:
         within = slice(int(row[0]), int(row[-1]) + 1)
-        batch = {**samples.constants}
-        batch |= _flattened(tensors, sources, within, part, (BORDERS, LONGEST))
-        batch |= _flattened(tensors, targets, within, part, (TARGET_BORDERS, TARGET_LONGEST))
-        batches.append(batch)
+        batch = _flattened(tensors, sources, within, part, SOURCE_SIDE)
+        batch |= _flattened(tensors, targets, within, part, TARGET_SIDE, unlike=batch["input_ids"].shape[1])
+        batches.append({**samples.constants, **batch})
     computed = sum(batch[name].numel() for batch in batches for name in ("input_ids", DECODED))
     return Laid(batches, computed, rows)
 
 
+class Side(NamedTuple):
+    """One of the two rows of a micro-batch of pairs."""
+
+    borders: Tensor
+    longest: int
+    """An upper bound for the length of a document."""
+    places: Tensor
+    """The position of every token within its document; 0 in the filler, which may be longer than any document."""
+
+
 def _flattened(
-    tensors: dict[str, Tensor], axis: Axis, within: slice, part: int, names: tuple[str, str]
+    tensors: dict[str, Tensor], axis: Axis, within: slice, part: int, side: tuple[str, ...], *, unlike: int = 0
 ) -> dict[str, Any]:
-    """The tensors along an axis as one row, with the borders of its documents and the longest of them."""
+    """The tensors along an axis as one row with its documents; the row has another length than `unlike`."""
     starts, ends = axis.starts[within], axis.ends[within]
     real, total = _real_tokens(starts, ends, axis.width), int((ends - starts).sum())
     missing = -total % filling(total, part) if part else 0
+    if total + missing == unlike:  # attention to the other row is recognized by its length
+        missing += filling(total, part) if part else 1
     batch: dict[str, Any] = {}
     for name in axis.names:
         if name not in (MASK, DECODER_MASK):
             tokens = tensors[name][within][real]
             batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
+    places = torch.from_numpy(np.concatenate([np.arange(length) for length in ends - starts]))
     documents = np.append(ends - starts, missing)
-    batch[names[0]] = borders_of(documents, fill=part > 0)
-    batch[names[1]] = max(128, 1 << (int(documents.max()) - 1).bit_length())  # few values: code is compiled for each
-    return batch
+    longest = max(128, 1 << (int(documents.max()) - 1).bit_length())  # few values: code is compiled for each
+    values = Side(borders_of(documents, fill=part > 0), longest, _filled(places, missing, 0))
+    return {**batch, **dict(zip(side, values, strict=True))}
 
 
 def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:

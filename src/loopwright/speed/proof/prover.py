@@ -260,8 +260,9 @@ def _halves(samples: Samples) -> Limits:
 
 
 def _row_tokens(batch: Any) -> set[int]:
-    places, names = batch.get(PLACES), ("input_ids", DECODED)
-    return {batch[name].shape[-1] for name in names if name in batch} if places is None else {places.numel()}
+    if PLACES in batch and DECODED not in batch:
+        return {batch[PLACES].numel()}
+    return {batch[name].shape[-1] for name in ("input_ids", DECODED) if name in batch}
 
 
 def _worst(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
