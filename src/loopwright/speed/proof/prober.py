@@ -42,7 +42,7 @@ from .distance import (
 from .disturbance import MOVED, other_neighbours, other_padding, poisoned_tensors
 from .dropout import Shapes, per_sample, without_dropout
 from .gradients import GradientSum
-from .number_formats import NumberFormats
+from .number_formats import NumberFormats, whole_precision
 from .random_draws import drops_no_layers, random_streams, seed_all
 
 Prepare = Callable[[Any], Any]
@@ -386,17 +386,3 @@ def tolerance_of(model: nn.Module) -> Tolerance:
     """The tolerance for comparing a model, by the dtype of its weights."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return DOUBLE if kinds == {torch.float64} else SINGLE
-
-
-@contextmanager
-def whole_precision(model: nn.Module) -> Iterator[None]:
-    """Temporarily convert half-precision weights and buffers to float32; the original tensors are restored at exit."""
-    half = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in (torch.float16, torch.bfloat16)]
-    kept = [tensor.data for tensor in half]
-    try:
-        for tensor in half:
-            tensor.data = tensor.data.float()
-        yield
-    finally:
-        for tensor, data in zip(half, kept, strict=True):
-            tensor.data = data
