@@ -15,14 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loopwright.pt.acceleration import Acceleration
+from loopwright.pt.loss.learning import LossLearning
 from loopwright.speed.compile import preparation
-from loopwright.speed.planner import kept as kept_plans
+from loopwright.speed.planner import kept as kept_plans, planner, regions
 from loopwright.speed.planner.cost import Work
 from loopwright.speed.planner.decision import SpeedPlan
 from loopwright.speed.planner.kept import EARLIER, KeptPlan
 from loopwright.speed.proof.prober import Prober
 from loopwright.speed.proof.prover import NOISE, Prover
 from loopwright.speed.source_code import source_digest
+from loopwright.speed.training_setup import TrainingSetup
 from loopwright.speed.user_cache import home, write_signed
 from tests.core.tampering import VALUES, changed, paths_in
 from tests.speed.architectures import build, collate, samples
@@ -107,8 +110,11 @@ def test_the_second_run_compares_one_update_and_trains_the_same(
 def test_other_weights_are_compared_too(tmp_path: Path, counted: Counter[str]) -> None:
     run(tmp_path / "first")
     counted.clear()
-    torch.manual_seed(7)
-    found = run(tmp_path / "second", build("llama", "causal"))
+    other = build("llama", "causal")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    found = run(tmp_path / "second", other)
     assert is_taken_over(found) and counted["prove_update"] >= 1 and counted["references"] == 0
 
 
@@ -357,6 +363,33 @@ def test_the_compiler_is_prepared_once_in_a_thread(monkeypatch: pytest.MonkeyPat
         preparation.get_ready()
     preparation.await_compiler()
     assert calls == [1]
+
+
+def test_on_a_gpu_the_second_run_prepares_the_compiler_before_it_learns_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Counter[str]
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(TrainingSetup, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(planner, "get_ready", lambda: events.append("prepared"))
+    monkeypatch.setattr(Acceleration, "_compile_blocks", lambda self, short_rows: events.append("compiled"))
+    monkeypatch.setattr(LossLearning, "learn_loss", _noting(LossLearning.learn_loss, "learned", events))
+    monkeypatch.setattr(regions, "count_work", _noting(regions.count_work, "counted", events))
+    deep = {"layers": 2}
+    first = run(tmp_path / "first", build("llama", "causal", **deep), max_steps=1)
+    assert events[:3] == ["learned", "counted", "prepared"] and "compiled" in events
+    events.clear()
+    second = run(tmp_path / "second", build("llama", "causal", **deep), max_steps=1)
+    assert events[:2] == ["prepared", "learned"] and "counted" not in events and "compiled" in events
+    assert is_taken_over(second) and first.losses == second.losses and switches(first.plan) == switches(second.plan)
+
+
+def _noting(method: Callable[..., Any], name: str, events: list[str]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        events.append(name)
+        return method(*args, **kwargs)
+
+    return call
 
 
 def test_a_run_on_a_cpu_does_not_prepare_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
