@@ -21,7 +21,8 @@ from torch import nn
 
 OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 """This package, whose version is part of every key."""
-INSTALLED = ("site-packages", "dist-packages")
+PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def source_digest(model: nn.Module, *others: Any) -> str | None:
@@ -80,19 +81,24 @@ def _file_of(function: types.FunctionType) -> str | None:
     """The file of a function; for generated code, that of its module."""
     module = sys.modules.get(function.__module__)
     for file in (function.__code__.co_filename, getattr(module, "__file__", None)):
-        if file and os.path.isfile(file):
-            return os.path.realpath(file)
+        if file and (found := _existing(file)) is not None:
+            return found
     return None
+
+
+@functools.cache
+def _existing(file: str) -> str | None:
+    return os.path.realpath(file) if os.path.isfile(file) else None
 
 
 def _is_installed(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package, or to this one."""
-    if file.startswith((OWN, os.path.realpath(sysconfig.get_path("stdlib")) + os.sep)):
-        return True
-    return any(f"{os.sep}{name}{os.sep}" in file for name in INSTALLED)
+    return file.startswith((OWN, PYTHON)) or any(name in file for name in INSTALLED)
 
 
 def _loaded_outside() -> set[str]:
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    found = {os.path.realpath(file) for file in files if file and file.endswith(".py") and os.path.isfile(file)}
-    return {file for file in found if not _is_installed(file)}
+    """The source files of loaded modules that are not installed."""
+    files = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    outside = [file for file in files if file.endswith(".py") and not _is_installed(file)]
+    found = [_existing(file) for file in outside]
+    return {file for file in found if file is not None and not _is_installed(file)}
