@@ -54,7 +54,7 @@ def attend(
     if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:
         raise AttentionRefused("the model's attention and mask disagree on causality")
     ask = AttentionRequest(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
-    run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
+    run = _on_gpu(query, key, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
 
 
@@ -74,14 +74,25 @@ def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Callable[..., Tensor]:
+def _on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest
+) -> Callable[..., Tensor]:
     if value.dtype not in HALF:
+        if HAS["kernel"] and not ask.softcap and not torch.compiler.is_compiling():
+            _prepare_kernels(query, key, value, documents, ask)
         apart: Callable[..., Tensor] = one_by_one
         return apart
     if ask.softcap:
         return by_flex
     ours = HAS["kernel"] and document_attention.takes(query, value, documents.shape[-1] - 1)
     return by_kernel if ours else by_flash
+
+
+def _prepare_kernels(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> None:
+    """Compile our kernels while a proof in single precision runs, which is followed by one in half precision."""
+    if document_attention.takes(query, value, documents.shape[-1] - 1):
+        q, k, v = (each.transpose(1, 2).squeeze(0) for each in (query, key, value))
+        document_attention.prepare(q, k, v, borders_in(documents), causal=ask.causal, window=int(ask.window or 0))
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
