@@ -39,6 +39,7 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "LOOPWRIGHT_KEPT_PLANS": "off",  # tests do not depend on what others have trained
     }
 )
 

@@ -166,3 +166,29 @@ def test_what_tiles_cannot_hold_is_left_to_others() -> None:
 
     assert takes(64) and takes(128, documents=4096)
     assert not (takes(80) or takes(256) or takes(64, 32) or takes(64, documents=5000))
+
+
+def test_kernels_are_compiled_once_while_a_proof_in_single_precision_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, Any, bool]] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
+            compiled.append((self.name, args[0].dtype, options["DROP"]))
+
+    for name, value in (("_SEEN", set()), ("_UNDER_WAY", []), ("_PREPARING", [])):
+        monkeypatch.setattr(document_attention, name, value)
+    monkeypatch.setattr(
+        document_attention, "kernels", lambda: {name: Kernel(name) for name in ("forward", "queries", "keys")}
+    )
+    q, k, v = (torch.randn(heads, 12, 16).transpose(0, 1) for heads in (4, 2, 2))
+    borders = torch.tensor([0, 5, 12], dtype=torch.int32)
+    for _ in range(2):
+        document_attention.prepare(q, k, v, borders, causal=True, window=0)
+    for threads in (document_attention._PREPARING, document_attention._UNDER_WAY):
+        document_attention._await(threads)
+    assert sorted(compiled) == [(name, torch.bfloat16, False) for name in ("forward", "keys", "queries")]
+    job = document_attention.Job(document_attention.Shape.of(q, k), borders, borders[:1], True, 0, 0.25, 0.0)
+    assert not document_attention._is_new(job, torch.bfloat16) and document_attention._is_new(job, torch.float16)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loopwright.speed.planner.cost as cost
 import loopwright.speed.planner.regions as regions
@@ -209,6 +210,33 @@ def test_norms_in_pieces_are_those_of_whole_gradients() -> None:
         assert size == pytest.approx(float(x.double().square().sum()), rel=1e-12)
     (alone,) = squared_norms([None], [a[0]])
     assert alone == (pytest.approx(float(a[0].double().square().sum())), 0.0)
+
+
+def test_norms_of_tiny_sparse_complex_and_missing_gradients() -> None:
+    tiny, other = torch.full((700, 2), 1e-30), torch.full((700, 2), 2e-30)
+    ((apart, size),) = squared_norms([tiny], [other])
+    assert apart == pytest.approx(1400e-60) and size == pytest.approx(1400e-60), "squares are beyond single precision"
+    table = torch.eye(3).to_sparse()
+    assert squared_norms([table], [table * 3]) == [(pytest.approx(12.0), pytest.approx(3.0))]
+    assert squared_norms([torch.tensor([3 + 4j])], [None]) == [(pytest.approx(25.0), pytest.approx(25.0))]
+    assert squared_norms([None, tiny], [None, tiny])[0] == (0.0, 0.0) and squared_norms([], []) == []
+    kept = torch.ones(3, dtype=torch.float64)
+    squared_norms([kept], [kept * 2])
+    assert kept.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_norms_take_a_few_operations_per_piece() -> None:
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    a, b = ([torch.randn(512) for _ in range(100)] for _ in range(2))
+    with Count() as count:
+        squared_norms(a, b)
+    assert count.calls <= 8 * 100
 
 
 def test_equal_gradients_are_kept_once() -> None:

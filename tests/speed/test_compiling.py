@@ -26,11 +26,11 @@ from loopwright.speed.compile.cache import (
     cache_file,
     cache_key,
     is_cached,
-    key_file,
     load_compile_cache,
     save_compile_cache,
 )
 from loopwright.speed.compile.recompiles import plain_reason
+from loopwright.speed.user_cache import key_file
 from tests import models
 from tests.models import samples, trainer_of
 

@@ -16,7 +16,7 @@ import loopwright.speed.layouts.rows as layouts
 from loopwright.speed.attention.document_mask import as_mask, borders_in, borders_of
 from loopwright.speed.planner.decision import COLLATED, FLAT
 from loopwright.speed.proof.distance import gradient_distance
-from loopwright.speed.proof.prober import whole_precision
+from loopwright.speed.proof.number_formats import whole_precision
 from tests.speed.architectures import build, samples
 from tests.speed.training import gradients_of, train
 

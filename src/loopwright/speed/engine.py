@@ -169,6 +169,7 @@ class SpeedEngine:
 
     def _switch_off(self, reason: str) -> None:
         name = self.plan.layout if self._layout is not None else HEAD
+        self._planner.forget()
         self.finish()
         plan = SpeedPlan(choices=self.plan.choices)
         for choice in plan.choices:
@@ -179,6 +180,7 @@ class SpeedEngine:
 
     def _start_again(self, reason: str) -> None:
         """Undo the plan; the next update makes a new one, unless that happened too often or ranks share updates."""
+        self._planner.forget()
         self._tell(f"speed: accelerations are chosen again: {reason}")
         self._changes += 1
         if self._changes > MOST_CHANGES or self._setup.is_shared:

@@ -152,6 +152,19 @@ class ModelStamp:
         return found
 
 
+def plain_settings(model: nn.Module) -> str:
+    """A digest of the numbers and texts on modules and configurations, such as dropout rates; modes do not count."""
+    places = [(name, module.__dict__) for name, module in model.named_modules()]
+    places += [(name, config.__dict__) for name, config in configs_of(model)]
+    found = [
+        (name, key, repr(value))
+        for name, place in places
+        for key, value in place.items()
+        if isinstance(value, PLAIN) and key not in ("training", *NOT_OURS)
+    ]
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
+
+
 def _id_of_users(function: Any) -> int | None:
     """Identifies a function that was set on a module; None if an acceleration has set it."""
     is_ours = str(getattr(function, "__module__", "")).startswith("loopwright.")

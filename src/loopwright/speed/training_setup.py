@@ -87,6 +87,8 @@ class TrainingSetup:
     """The sandbox, with compiled code."""
     may_measure: bool = True
     """Whether a choice may depend on measured times."""
+    plan_key: Callable[[], str | None] = lambda: None
+    """Identifies model, code, device and settings for which a plan is kept for later runs; None if it is not kept."""
     is_warm: Callable[[], bool] = lambda: False
     """Whether compiled code of an earlier run of this model is in the cache."""
 

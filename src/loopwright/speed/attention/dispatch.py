@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compile.preparation import await_compiler
 from ..proof.dropout import dropout_is_off
 from . import varlen as document_attention
 from .document_mask import borders_in, is_documents, longest_in, pattern_in
@@ -53,7 +54,7 @@ def attend(
     if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:
         raise AttentionRefused("the model's attention and mask disagree on causality")
     ask = AttentionRequest(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
-    run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
+    run = _on_gpu(query, key, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
 
 
@@ -73,14 +74,25 @@ def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Callable[..., Tensor]:
+def _on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest
+) -> Callable[..., Tensor]:
     if value.dtype not in HALF:
+        if HAS["kernel"] and not ask.softcap and not torch.compiler.is_compiling():
+            _prepare_kernels(query, key, value, documents, ask)
         apart: Callable[..., Tensor] = one_by_one
         return apart
     if ask.softcap:
         return by_flex
     ours = HAS["kernel"] and document_attention.takes(query, value, documents.shape[-1] - 1)
     return by_kernel if ours else by_flash
+
+
+def _prepare_kernels(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> None:
+    """Compile our kernels while a proof in single precision runs, which is followed by one in half precision."""
+    if document_attention.takes(query, value, documents.shape[-1] - 1):
+        q, k, v = (each.transpose(1, 2).squeeze(0) for each in (query, key, value))
+        document_attention.prepare(q, k, v, borders_in(documents), causal=ask.causal, window=int(ask.window or 0))
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
@@ -165,6 +177,7 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: A
 def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    await_compiler()
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
 

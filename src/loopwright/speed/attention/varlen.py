@@ -192,7 +192,7 @@ def _backward(
     to_query, to_key, to_value, to_bias = _empty_backward(gradient, query, key, value, bias)
     inner = torch.empty_like(sums)
     job = Job(Shape.of(query, key), bias, borders, key_borders, seed, causal, window, scale, drop)
-    _await()
+    _await(_UNDER_WAY)
     job.launch("queries", (query, key, value, output, gradient, to_query), sums, inner)
     job.launch("keys", (query, key, value, gradient, to_key, to_value), sums, inner)
     if bias.numel():
@@ -296,17 +296,47 @@ def room_for(documents: int) -> int:
 
 
 _UNDER_WAY: list[Thread] = []
+_PREPARING: list[Thread] = []
 _SEEN: set[Any] = set()
 
 
 def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor) -> None:
     """Compile the kernels of a new kind of backward pass in threads during the forward: each takes a second."""
+    _await(_PREPARING)
+    if _is_new(job, query.dtype):
+        _compile_backward(job, query, key, value, output, sums)
+
+
+def _is_new(job: Job, dtype: torch.dtype) -> bool:
+    """Whether kernels of this kind were not compiled yet; they are from now on."""
     room = room_for(job.borders.numel() - 1)
-    kind = (job.shape, query.dtype, job.causal, job.window, job.drop > 0, room, job.bias.numel() > 0, job.is_cross)
-    if kind in _SEEN:
-        return
+    kind = (job.shape, dtype, job.causal, job.window, job.drop > 0, room, job.bias.numel() > 0, job.is_cross)
+    is_known = kind in _SEEN
     _SEEN.add(kind)
-    _await()
+    return not is_known
+
+
+def prepare(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, *, causal: bool, window: int) -> None:
+    """Compile the kernels for such rows in bfloat16, in threads: a proof in single precision comes before that."""
+    with suppress(Exception):  # the actual launch raises the error
+        bias = query.new_empty(0, dtype=torch.float32)
+        job = Job(Shape.of(query, key), bias, borders, borders, borders[:1], causal, window, 1.0, 0.0)
+        if _is_new(job, torch.bfloat16):
+            rows = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device)
+                    for x in (query, key, value)]  # fmt: skip
+            _PREPARING.append(Thread(target=_compile_all, args=(job, *map(_rows, rows)), daemon=True))
+            _PREPARING[-1].start()
+
+
+def _compile_all(job: Job, query: Tensor, key: Tensor, value: Tensor) -> None:
+    output, sums = _empty_forward(query)
+    _compile_backward(job, query, key, value, output, sums)
+    with suppress(Exception):  # the actual launch raises the error
+        job.launch("forward", (query, key, value, output), sums, only_compile=True)
+
+
+def _compile_backward(job: Job, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor) -> None:
+    _await(_UNDER_WAY)
     kernels()
     rows: dict[str, tuple[Tensor, ...]]
     rows = {"queries": (query, key, value, output, output, query), "keys": (query, key, value, output, key, value)}
@@ -317,9 +347,9 @@ def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: 
         _UNDER_WAY[-1].start()
 
 
-def _await() -> None:
-    while _UNDER_WAY:
-        _UNDER_WAY.pop().join()
+def _await(threads: list[Thread]) -> None:
+    while threads:
+        threads.pop().join()
 
 
 def _quietly(job: Job, name: str, tensors: tuple[Tensor, ...], sums: Tensor) -> None:

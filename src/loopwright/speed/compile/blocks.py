@@ -14,6 +14,7 @@ from torch import nn
 
 from ...notices import Notices
 from .cache import save_compile_cache
+from .preparation import await_compiler
 from .recompiles import RecompileCounter
 
 SCOPES = ("blocks", "model")
@@ -43,15 +44,6 @@ def without_single_ones(blocks: list[nn.Module]) -> list[nn.Module]:
         kinds.setdefault((type(block), shapes), []).append(block)
     single = {members[0] for members in kinds.values() if len(members) == 1}
     return blocks if 4 * len(single) > len(blocks) else [block for block in blocks if block not in single]
-
-
-def get_ready() -> None:
-    """Start inductor's worker processes, which takes seconds, while other work is done."""
-    try:
-        from torch._inductor.async_compile import maybe_warm_pool
-    except ImportError:  # inductor starts them when it needs them
-        return
-    maybe_warm_pool()
 
 
 def compile_blocks(
@@ -127,6 +119,7 @@ class Compiled:
 
     def begin(self, blocks: int, *, short_rows: bool = False, constant_numbers: bool = False) -> None:
         """Count compilations, and change torch's settings so that there are few."""
+        await_compiler()
         self.counter.start()
         more = [*(_one_fusion() if short_rows else []), *(_constant_numbers() if constant_numbers else [])]
         for config, name, value in [*_settings(blocks), *more]:

@@ -65,10 +65,11 @@ class EvaluationProber(Prober):
         self._samples = reference.samples
         return super().prove(candidate, reference, divided=divided)
 
-    def _depends_on_padding(self, batches: list[Any], setting: Setting) -> bool:
+    def _depends_on_padding(self, batches: list[Any], setting: Setting, plain: float) -> bool:
         """Whether padding matters; only found out where candidates are tested for it."""
         assert self._samples is not None
-        return self._repeats and len(self._samples) <= PROBE_SAMPLES and super()._depends_on_padding(batches, setting)
+        is_tested = self._repeats and len(self._samples) <= PROBE_SAMPLES
+        return is_tested and super()._depends_on_padding(batches, setting, plain)
 
     # ---- running ----------------------------------------------------------------------------------------------------
 

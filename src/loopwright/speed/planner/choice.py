@@ -41,6 +41,9 @@ HEAD = "fused loss"
 class Decision:
     """Compares candidates on an update and records the result of each in the plan."""
 
+    where = ""
+    """Where candidates were compared on a few samples, if not on those of this update."""
+
     def __init__(
         self,
         setup: TrainingSetup,
@@ -48,7 +51,7 @@ class Decision:
         batches: Sequence[Any],
         refused: Mapping[str, Proof],
     ) -> None:
-        self._setup, self._samples, self._batches = setup, samples, batches
+        self._setup, self.samples, self.batches = setup, samples, batches
         self.refused = refused
         """Proofs that failed on a whole update, by name."""
         self.plan = SpeedPlan(made_for=setup.described())
@@ -64,7 +67,7 @@ class Decision:
         plan.overhead = overhead_in_tokens(setup.modules, setup.operations_per_token, setup.device.type)
         plan.round_to, plan.fill = (8, True) if setup.on_gpu else (1, False)
         try:
-            self.references = self.prover.references(self._samples)
+            self.references = self._make_references()
             if why_collated is None:
                 self._choose_layout(padding, micro_batches)
             else:
@@ -78,10 +81,10 @@ class Decision:
     # ---- layouts ----------------------------------------------------------------------------------------------------
 
     def _choose_layout(self, padding: float, micro_batches: int) -> None:
-        tokens = self._samples.real_tokens // micro_batches
+        tokens = self.samples.real_tokens // micro_batches
         if padding > 0:
             gain = f"{padding:.0%} of the tokens were padding"
-        elif self._samples.share_rows():
+        elif self.samples.share_rows():
             gain = "rows already hold several samples"
         elif micro_batches > 1 and tokens < self.plan.overhead:
             gain = f"{micro_batches} micro-batches of {tokens:,} tokens are bound by kernel launches"
@@ -95,7 +98,7 @@ class Decision:
                 self.plan.note(name, False, proof.reason, proof.numbers)
                 continue
             self.layout, self.plan.layout = layout, name
-            self.plan.note(name, True, f"{gain}; {_same(proof)}", proof.numbers)
+            self.plan.note(name, True, f"{gain}; {_same(proof, self.where)}", proof.numbers)
             return
 
     def _prove_layout(self, name: str, layout: Layout) -> Proof:
@@ -116,10 +119,10 @@ class Decision:
             return "it only helps on GPUs"
         if name == UNMASKED and not setup.shifts():
             return "the model is not known to predict next tokens"
-        values = self._samples.per_sample()
+        values = self.samples.per_sample()
         if name in ONE_ROW and values:
             return f"{values[0]!r} has one value per sample, but a row holds many samples"
-        if name == UNPADDED and "attention_mask" not in self._samples.tensors:
+        if name == UNPADDED and "attention_mask" not in self.samples.tensors:
             return "there is no attention_mask"
         weights = next((p for p in setup.model.parameters() if p.is_floating_point()), None)
         if needs_half_precision(name, setup.device.type, weights, setup.computes_half):
@@ -145,8 +148,16 @@ class Decision:
             proof.refuse("the logits are used outside the loss")
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
-        reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
+        reason = f"{head.weight.shape[0]:,} classes; {_same(proof, self.where)}" if proof.accepted else proof.reason
         self.plan.note(HEAD, proof.accepted, reason, proof.numbers)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the normal path could be used as a reference."""
+        return bool(self.references)
+
+    def _make_references(self) -> list[Reference]:
+        return self.prover.references(self.samples)
 
     def _make_prover(self) -> Prover:
         return Prover(self._setup)
@@ -175,7 +186,7 @@ class Decision:
         plan, layout = self.plan, self.layout
         self.references = []  # no longer needed: their gradients would be in memory beside the update
         try:
-            reference = self.prover.update(self._samples, self._batches)
+            reference = self.prover.update(self.samples, self.batches)
             proof, limits = self._proved_where_it_fits(reference)
         except ProofRefused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
@@ -188,9 +199,9 @@ class Decision:
         """Prove the update with the plan's split, in smaller micro-batches as long as memory runs out."""
         plan = self.plan
         while True:
-            limits = limits_for(plan, self._setup, self._batches, self._samples)
+            limits = limits_for(plan, self._setup, self.batches, self.samples)
             proof = self.prover.prove_update(self._candidate(plan.layout, self.head, limits=limits), reference)
-            longest = int(np.sum([axis.lengths for axis in self._samples.axes.values()], axis=0).max())
+            longest = int(np.sum([axis.lengths for axis in self.samples.axes.values()], axis=0).max())
             if not proof.ran_out or self.layout is None or limits.budget <= longest:
                 return proof, limits
             plan.budget = max(longest, limits.budget // 2)
@@ -235,8 +246,8 @@ def output_head(model: nn.Module) -> nn.Linear | None:
     return head if type(head) is nn.Linear else None
 
 
-def _same(proof: Proof) -> str:
+def _same(proof: Proof, where: str) -> str:
     what = next((name for name in ("gradient", "output") if name in proof.numbers), None)
     if what is None:
-        return f"same loss (within {max(proof.numbers['loss'], 1e-16):.0e})"
-    return f"same loss and {what} (within {max(proof.numbers[what], 1e-16):.0e})"
+        return f"same loss{where} (within {max(proof.numbers['loss'], 1e-16):.0e})"
+    return f"same loss and {what}{where} (within {max(proof.numbers[what], 1e-16):.0e})"

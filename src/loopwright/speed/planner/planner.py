@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..attention.kernel_choice import VARIED
-from ..compile.blocks import get_ready
+from ..compile.preparation import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
@@ -38,6 +38,7 @@ from .decision import (
     SpeedPlan,
     is_worth_it,
 )
+from .kept import EARLIER, KeptDecision, KeptPlan, NotKept, PlanFile, form_of
 from .regions import MOST_SHAPES, MOST_WIDTHS, RegionChoice
 
 LOOKS = 20
@@ -84,6 +85,10 @@ class Planner:
         self._graphs = GraphChoice(setup)
         self._regions = RegionChoice(setup)
         self._widths = WidthChoice(setup)
+        self._file = PlanFile(setup)
+        self._earlier: KeptPlan | None = None
+        """What an earlier run has kept, until it was used."""
+        self._has_read = False
         self._varied: set[str] = set()
         """The shapes of the collator's micro-batches, until there are many."""
 
@@ -129,6 +134,7 @@ class Planner:
             return self._settle(padding, batches)
         if padding is None:
             return None
+        self._recall(batches, samples)
         if setup.learn(batches):
             return self._decide(batches, samples, padding)
         coupled = setup.why_not_additive()
@@ -179,15 +185,64 @@ class Planner:
         self._note_graphs(plan, self._graphs.why_not(plan, batches, work=self._regions.count(batches)))
         return Made(plan, padding=padding)
 
-    def _decide(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None = None) -> Made:
-        setup, self._tokens = self._setup, samples.real_tokens
-        self._regions.count(batches)
+    def _prepare_compiler(self, batches: list[Any], samples: Samples) -> None:
+        """Count the work of an update, and prepare the compiler if that will probably be used."""
+        setup = self._setup
         self._micro_batches = len(batches) * samples.real_tokens / max(padded_tokens(batches, samples), 1)
+        self._regions.count(batches)
         if self._wants_compiling() and setup.why_not_compile is None:
             get_ready()
+
+    def _decide(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None = None) -> Made:
+        self._tokens = samples.real_tokens
+        self._prepare_compiler(batches, samples)
+        made = self._taken_over(batches, samples, padding, why_collated)
+        if made is not None:
+            return made
+        made = self._searched(batches, samples, padding, why_collated)
+        work = self._regions.count(batches)
+        kept = KeptPlan.of(made.plan, form_of(samples), self._regions.shape_of(batches), work)
+        self._file.save(kept if made.coverage is not None else None)
+        return made
+
+    def _recall(self, batches: list[Any], samples: Samples) -> None:
+        """Read what an earlier run has kept, and prepare the compiler early if its work is known from there."""
+        if not self._has_read:
+            self._earlier, self._has_read = self._file.load(), True
+        if self._earlier is not None and self._earlier.work is not None:
+            self._regions.earlier = (self._earlier.shape, self._earlier.work)
+        if self._regions.recalls(batches):
+            self._prepare_compiler(batches, samples)
+
+    def _taken_over(
+        self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None
+    ) -> Made | None:
+        """A plan with what an earlier run has proved, if the whole update agrees; None to search for one."""
+        kept, self._earlier = self._earlier, None
+        if kept is None or kept.form != form_of(samples):
+            return None
+        try:
+            decision = self._drafted(KeptDecision(self._setup, samples, batches, kept), padding, why_collated)
+        except NotKept:
+            return None
+        plan = decision.plan
+        found = decision.prove_update() if plan.layout != COLLATED or plan.linear_loss else None
+        if not isinstance(found, Coverage) or (decision.head is not None and decision.head.logits_were_used):
+            return None
+        plan.note(EARLIER, True, "this step was compared again, and agrees")
+        self.choose_compiling(plan)
+        return Made(plan, decision.layout, decision.head, padding, found)
+
+    def forget(self) -> None:
+        """Remove what is kept for later runs: it turned out to be wrong here."""
+        self._file.save(None)
+
+    def _searched(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None) -> Made:
+        """A plan for which all candidates were compared."""
         refused: dict[str, Proof] = {}
         while True:
-            decision = self._drafted(batches, samples, padding, refused, why_collated)
+            decision = Decision(self._setup, samples, batches, refused)
+            self._drafted(decision, padding, why_collated)
             plan, found = decision.plan, None
             if plan.layout != COLLATED or plan.linear_loss:
                 found = decision.prove_update()
@@ -200,19 +255,11 @@ class Planner:
         self.choose_compiling(plan)
         return Made(plan, decision.layout, decision.head, padding, found)
 
-    def _drafted(
-        self,
-        batches: list[Any],
-        samples: Samples,
-        padding: float,
-        refused: dict[str, Proof],
-        why_collated: str | None,
-    ) -> Decision:
-        """A plan that agrees on a few samples, without what a whole update has refused."""
-        setup = self._setup
-        decision = Decision(setup, samples, batches, refused)
+    def _drafted(self, decision: Decision, padding: float, why_collated: str | None) -> Decision:
+        """Complete a plan that agrees on a few samples."""
+        setup, samples, batches = self._setup, decision.samples, list(decision.batches)
         plan = decision.make(padding=padding, micro_batches=len(batches), why_collated=why_collated)
-        if decision.references:
+        if decision.is_comparable:
             plan_memory(
                 plan,
                 setup,

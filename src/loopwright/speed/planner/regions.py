@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from ..channels_last import CHANNELS_LAST, images_last, may_help
-from ..compile.blocks import get_ready, repeated_blocks
+from ..compile.blocks import repeated_blocks
+from ..compile.preparation import get_ready
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
 from ..fused_loss.lazy_logits import PendingHead
@@ -40,6 +42,8 @@ class RegionChoice:
         self.most = MOST_SHAPES
         self._work: Work | None = None
         self._is_counted = False
+        self.earlier: tuple[str, Work] | None = None
+        """The shape of a micro-batch that an earlier run has counted, and its work."""
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
@@ -52,7 +56,10 @@ class RegionChoice:
     def waits(self, batches: Sequence[Any]) -> bool:
         """Whether more updates are needed to see if shapes repeat."""
         needed = 1 if self._setup.level == "max" else LOOKS
-        return self._why_not_possible() is None and self.looks < needed and self._pays(batches)
+        if self._why_not_possible() is not None or self.looks >= needed or not self._pays(batches):
+            return False
+        get_ready()
+        return True
 
     def _why_not_possible(self) -> str | None:
         setup = self._setup
@@ -69,6 +76,8 @@ class RegionChoice:
     def count(self, batches: Sequence[Any]) -> Work | None:
         """The operators of the first micro-batch, counted once; None if its loss cannot be computed apart."""
         setup = self._setup
+        if self._work is None and self.earlier is not None and self.recalls(batches):
+            self._work = replace(self.earlier[1])
         is_used = setup.on_gpu or setup.device.type in COMPILING_DEVICES
         if self._work is None and is_used and not self._is_counted:
             self._is_counted = True
@@ -79,6 +88,15 @@ class RegionChoice:
             except Exception:  # user code: training may still succeed
                 self._work = None
         return self._work
+
+    def recalls(self, batches: Sequence[Any]) -> bool:
+        """Whether an earlier run has counted a micro-batch of the same shape."""
+        return self.earlier is not None and self.earlier[0] == self.shape_of(batches)
+
+    @staticmethod
+    def shape_of(batches: Sequence[Any]) -> str:
+        """The shape of the micro-batch that is counted."""
+        return repr(_key(batches[0]))
 
     def _pays(self, batches: Sequence[Any]) -> bool:
         setup = self._setup

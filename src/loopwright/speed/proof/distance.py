@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ COLUMN_FLOOR = 1e-2
 
 PIECE = 1 << 20
 """Numbers of a gradient that are compared at a time."""
+DEVICE_PIECE = 1 << 23
+"""The same on devices, where launching the kernels of many small pieces would take longer than computing them."""
 
 
 def half_tolerance(noise: float) -> Tolerance:
@@ -94,22 +96,41 @@ def _in_columns(output: Tensor) -> Tensor:
 
 def squared_norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> SquaredNorms:
     """Squared distance and squared expected norm for every parameter, read with one synchronization."""
-    rows = [_squares(a, b) for a, b in zip(expected, found, strict=True)]
-    if not rows:
-        return []
-    device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
-    return [(apart, size) for apart, size in torch.stack([row.to(device) for row in rows]).tolist()]
+    places: list[int] = []
+    norms: list[Tensor] = []
+    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
+        for pair in _norms(a, b):
+            places.append(place)
+            norms.extend(pair)
+    numbers = _numbers(norms)
+    sums = [(0.0, 0.0)] * len(expected)
+    for place, apart, size in zip(places, numbers[::2], numbers[1::2], strict=True):
+        sums[place] = (sums[place][0] + apart * apart, sums[place][1] + size * size)
+    return sums
 
 
-def _squares(expected: Tensor | None, found: Tensor | None) -> Tensor:
+def _norms(expected: Tensor | None, found: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The norms of the difference and of the expected gradient, for each piece; a few kernels per piece."""
     given = expected if expected is not None else found
     if given is None:
-        return torch.zeros(2, dtype=torch.float64)
-    rows = []
+        return
     for a, b in zip(_or_zeros(expected, given), _or_zeros(found, given), strict=True):
         wide = _wide(a)
-        rows.append(torch.stack([(wide - _wide(b)).abs().square().sum(), wide.abs().square().sum()]))
-    return torch.stack(rows).sum(0)
+        yield _norm(wide - _wide(b)), _norm(wide)
+
+
+def _norm(values: Tensor) -> Tensor:
+    is_dense = values.layout is torch.strided
+    return torch.linalg.vector_norm(values) if is_dense else values.abs().square().sum().sqrt()
+
+
+def _numbers(scalars: list[Tensor]) -> list[float]:
+    """The values of tensors, read together."""
+    if not scalars:
+        return []
+    device = next((each.device for each in scalars if each.device.type != "cpu"), scalars[0].device)
+    numbers: list[float] = torch.stack([each.to(device) for each in scalars]).tolist()
+    return numbers
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -122,9 +143,10 @@ def _or_zeros(gradient: Tensor | None, like: Tensor) -> Iterable[Tensor]:
 
 def in_pieces(tensor: Tensor) -> Sequence[Tensor]:
     """A large tensor as several along its first dimension, so that what is computed from it takes little memory."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() <= PIECE:
+    most = PIECE if tensor.device.type == "cpu" else DEVICE_PIECE
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() <= most:
         return [tensor]
-    rows = max(1, PIECE * len(tensor) // tensor.numel())
+    rows = max(1, most * len(tensor) // tensor.numel())
     return [tensor[start : start + rows] for start in range(0, len(tensor), rows)]
 
 

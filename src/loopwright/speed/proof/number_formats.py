@@ -1,11 +1,13 @@
-"""Which number formats a computation uses."""
+"""Which number formats a computation uses, and computing in single precision instead of half."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -22,3 +24,17 @@ class NumberFormats(TorchDispatchMode):
 
 
 _COARSE_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def whole_precision(model: nn.Module) -> Iterator[None]:
+    """Temporarily convert half-precision weights and buffers to float32; the original tensors are restored at exit."""
+    half = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in (torch.float16, torch.bfloat16)]
+    kept = [tensor.data for tensor in half]
+    try:
+        for tensor in half:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(half, kept, strict=True):
+            tensor.data = data

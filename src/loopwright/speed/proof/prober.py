@@ -42,7 +42,7 @@ from .distance import (
 from .disturbance import MOVED, other_neighbours, other_padding, poisoned_tensors
 from .dropout import Shapes, per_sample, without_dropout
 from .gradients import GradientSum
-from .number_formats import NumberFormats
+from .number_formats import NumberFormats, whole_precision
 from .random_draws import drops_no_layers, random_streams, seed_all
 
 Prepare = Callable[[Any], Any]
@@ -118,6 +118,8 @@ class Reference:
     setting: Setting
     depends_on_padding: bool = False
     """Whether changing the token in the padding changes the loss."""
+    half_error: float | None = None
+    """How far the normal path in half precision is from this outcome, as soon as it was computed."""
 
 
 class ProofRefused(Exception):
@@ -192,18 +194,17 @@ class Prober:
             if setting.train and (counter := counted_by(outcome.before, outcome.after)) is not None:
                 raise ProofRefused(f"{counter} changes with every forward pass")
             if repeats:
-                self._check_repeats(batches[:1], setting)
+                self._check_repeats(batches[:1], setting, outcome.loss if len(batches) == 1 else None)
         except ProofRefused:
             raise
         except Exception as error:  # training may still succeed: it has dropout, half precision, other samples
             refusal = ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}")
             refusal.ran_out = _is_out_of_memory(error)
             raise refusal from error
-        depends_on_padding = not setting.train and self._depends_on_padding(batches, setting)
+        depends_on_padding = not setting.train and self._depends_on_padding(batches, setting, outcome.loss)
         return Reference(samples, batches, outcome, setting, depends_on_padding)
 
-    def _depends_on_padding(self, batches: list[Any], setting: Setting) -> bool:
-        plain = self._loss(batches, _as_is, setting)
+    def _depends_on_padding(self, batches: list[Any], setting: Setting, plain: float) -> bool:
         poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
         return not relative(plain, poisoned) <= setting.tolerance.still
 
@@ -215,20 +216,27 @@ class Prober:
             self._loss_of(batches, _as_is)
         return SINGLE if formats.coarse else DOUBLE
 
-    def _check_repeats(self, batches: list[Any], setting: Setting) -> None:
-        """Raise `ProofRefused` if a second run gives another loss, or if random numbers besides dropout are drawn."""
-        with self.quiet(setting):
-            streams = random_streams(self._model)
-            first = float(self._loss_of(batches, _as_is).detach())
-            draws = streams != random_streams(self._model)
-        for seed in SEEDS if draws else SEEDS[:1]:
+    def _check_repeats(self, batches: list[Any], setting: Setting, first: float | None) -> None:
+        """Raise `ProofRefused` if a second run gives another loss, or if random numbers besides dropout are drawn.
+
+        `first` is the loss of these batches if it is known.
+        """
+        if first is None:
+            with self.quiet(setting):
+                first = float(self._loss_of(batches, _as_is).detach())
+        draws = False
+        for seed in SEEDS:
             with self.quiet(setting):
                 seed_all(seed)
+                streams = random_streams(self._model)
                 again = float(self._loss_of(batches, _as_is).detach())
+                draws |= streams != random_streams(self._model)
             if not is_close(first, again, setting.tolerance.still):
                 what = self.random if draws else "two evaluations differ"
                 raise ProofRefused(f"the loss of the same samples differs the second time: {what}")
-        if draws and not drops_no_layers(self._model):
+            if not draws:
+                return
+        if not drops_no_layers(self._model):
             raise ProofRefused(self.random)
 
     # ---- candidates -------------------------------------------------------------------------------------------------
@@ -241,7 +249,11 @@ class Prober:
     def prove_in_half(self, candidate: Candidate, reference: Reference, around: Any) -> Proof:
         """Whether the candidate's half-precision kernels have about the rounding error of those they replace."""
         expected, setting = reference.outcome.gradient, Setting(HALF, train=False, whole=False, around=around)
-        stock = gradient_distance(expected, self._run(reference.batches, _as_is, setting).gradient)
+        if reference.half_error is None:
+            found = self._run(reference.batches, _as_is, setting).gradient
+            reference.half_error = gradient_distance(expected, found)
+            del found  # it would be in memory beside that of the candidate
+        stock = reference.half_error
 
         def compare(proof: Proof) -> Proof:
             assert reference.samples is not None
@@ -375,17 +387,3 @@ def tolerance_of(model: nn.Module) -> Tolerance:
     """The tolerance for comparing a model, by the dtype of its weights."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return DOUBLE if kinds == {torch.float64} else SINGLE
-
-
-@contextmanager
-def whole_precision(model: nn.Module) -> Iterator[None]:
-    """Temporarily convert half-precision weights and buffers to float32; the original tensors are restored at exit."""
-    half = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in (torch.float16, torch.bfloat16)]
-    kept = [tensor.data for tensor in half]
-    try:
-        for tensor in half:
-            tensor.data = tensor.data.float()
-        yield
-    finally:
-        for tensor, data in zip(half, kept, strict=True):
-            tensor.data = data

@@ -1,0 +1,180 @@
+"""What an earlier run has proved about the same model, kept in the user's cache folder.
+
+Only what agreed on a few samples is kept, and what was counted. A later run decides everything else from its own data
+and memory (which layout is worth it, the token budget, graphs, compiling), compares its first update as a whole, and
+makes its plan from the beginning if that differs. The file is data: JSON of a declared form, signed by this user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ...core.checkpoint.schema import any_number, maybe, named, number, record, text
+from ...notices import logger
+from ..layouts.candidates import Layout
+from ..layouts.samples import Samples
+from ..proof.distance import HALF, NOISE_APART
+from ..proof.guard import Seen
+from ..proof.prober import Candidate, Proof, Reference
+from ..proof.prover import NOISE
+from ..training_setup import TrainingSetup
+from ..user_cache import NotOurs, home, read_signed, write_signed
+from .choice import HEAD, Decision
+from .cost import Work
+from .decision import COLLATED, SpeedPlan
+
+MOST_FILES = 256
+"""Files that are kept, the latest ones."""
+MOST_NOISE = HALF.gradient / NOISE_APART
+"""Rounding error from which the tolerance depends on the weights, and is determined in each run."""
+EARLIER = "plan of an earlier run"
+_FORM = record(
+    {
+        **dict.fromkeys(("made_for", "form", "shape"), text),
+        "proved": named(named(any_number)),
+        "work": maybe(named(number(0))),
+    },
+    others=False,
+)
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """What is kept of a plan."""
+
+    made_for: str
+    """Device, versions and code for which it was proved."""
+    proved: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The numbers of the proofs on a few samples, by the name of what agreed."""
+    form: str = ""
+    """What updates consist of."""
+    shape: str = ""
+    """The shape of the micro-batch whose work was counted."""
+    work: Work | None = None
+
+    @classmethod
+    def of(cls, plan: SpeedPlan, form: str, shape: str, work: Work | None) -> KeptPlan | None:
+        """What may be kept of a plan that was proved; None if a later run could not use it.
+
+        Graphs and recomputation have proofs of their own, which a later run makes itself.
+        """
+        is_used = plan.layout != COLLATED or plan.linear_loss
+        if not is_used or plan.graphed or plan.activations != "none" or not plan.number(NOISE) <= MOST_NOISE:
+            return None
+        names = {plan.layout, *([HEAD] if plan.linear_loss else [])}
+        used = [choice for choice in plan.choices if choice.is_on and choice.name in names]
+        proved = {choice.name: _of_few(choice.numbers) for choice in used}
+        return cls(plan.made_for, proved, form, shape, work)
+
+    @classmethod
+    def from_json(cls, content: bytes) -> KeptPlan:
+        """Raises `ValueError` if the content has another form."""
+        values = json.loads(content)
+        problem = _FORM(values, "the plan")
+        if problem is not None:
+            raise ValueError(problem)
+        work = values["work"]
+        if work is not None and set(work) != {each.name for each in fields(Work)}:
+            raise ValueError("the plan.work has other names")
+        texts = (values["form"], values["shape"])
+        return cls(values["made_for"], values["proved"], *texts, None if work is None else Work(**work))
+
+
+def form_of(samples: Samples) -> str:
+    """Names, kinds and padding of the entries of an update, and whether its rows hold several samples: for others, the
+    tests on a few samples may give another result."""
+    seen = Seen.of(samples, row=0)
+    parts = [sorted(seen.entries.items()), sorted(seen.constants), sorted(seen.paddings.items()), seen.sides]
+    return hashlib.sha256(repr([*parts, seen.counts_first, samples.share_rows()]).encode()).hexdigest()
+
+
+def _of_few(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if not name.startswith("update_")}
+
+
+class PlanFile:
+    """The file in which the plan of this model and these settings is kept; every problem with it is only reported."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+        self._key: str | None = None
+        self._has_key = False
+
+    def load(self) -> KeptPlan | None:
+        """What an earlier run has kept for the same device, versions, code and settings."""
+        try:
+            path = self._path()
+            if path is None or not path.is_file():
+                return None
+            kept = KeptPlan.from_json(read_signed(path, path.name))
+            os.utime(path)  # it is in use: others are removed first
+        except NotOurs as reason:
+            _tell(f"in {path} {reason}")
+            return None
+        except Exception as error:  # the plan is made from the beginning
+            _tell(f"could not be read: {type(error).__name__}: {error}")
+            return None
+        return kept if kept.made_for == self._setup.described() else None
+
+    def save(self, kept: KeptPlan | None) -> None:
+        """Keep this for later runs; None removes what was kept."""
+        try:
+            path = self._path()
+            if path is None:
+                return
+            if kept is None:
+                path.unlink(missing_ok=True)
+                return
+            content = json.dumps(asdict(kept), sort_keys=True).encode()
+            write_signed(path, path.name, content, most=MOST_FILES)
+        except Exception as error:  # a run must not fail because of what is kept for the next one
+            _tell(f"could not be saved: {type(error).__name__}: {error}")
+
+    def _path(self) -> Path | None:
+        if not self._has_key:
+            self._key, self._has_key = self._setup.plan_key(), True
+        return None if self._key is None else home() / "plans" / f"{self._key}.json"
+
+
+def _tell(text: str) -> None:
+    # A warning even in strict mode: without it the run is the same, only slower to start.
+    logger.warning(f"speed: the plan of earlier runs {text}")
+
+
+class NotKept(Exception):
+    """A proof is needed that an earlier run has not made."""
+
+
+class KeptDecision(Decision):
+    """Takes from an earlier run what agreed on a few samples; the whole update is compared as usual."""
+
+    where = " in an earlier run"
+
+    def __init__(self, setup: TrainingSetup, samples: Samples, batches: Sequence[Any], kept: KeptPlan) -> None:
+        super().__init__(setup, samples, batches, {})
+        self._kept = kept
+
+    @property
+    def is_comparable(self) -> bool:
+        return True
+
+    def _make_references(self) -> list[Reference]:
+        return []
+
+    def _prove_layout(self, name: str, layout: Layout) -> Proof:
+        return self._agreed(name)
+
+    def _prove(self, candidate: Candidate) -> Proof:
+        return self._agreed(candidate.name)
+
+    def _agreed(self, name: str) -> Proof:
+        numbers = self._kept.proved.get(name)
+        if numbers is None:
+            raise NotKept(name)
+        return Proof(name, accepted=True, numbers=dict(numbers))

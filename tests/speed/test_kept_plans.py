@@ -1,0 +1,399 @@
+"""Plans kept between runs: proved again on one update instead of searched, and never used for anything else."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loopwright.pt.acceleration import Acceleration
+from loopwright.pt.loss.learning import LossLearning
+from loopwright.speed.compile import preparation
+from loopwright.speed.planner import kept as kept_plans, planner, regions
+from loopwright.speed.planner.cost import Work
+from loopwright.speed.planner.decision import SpeedPlan
+from loopwright.speed.planner.kept import EARLIER, KeptPlan
+from loopwright.speed.proof.prober import Prober
+from loopwright.speed.proof.prover import NOISE, Prover
+from loopwright.speed.source_code import source_digest
+from loopwright.speed.training_setup import TrainingSetup
+from loopwright.speed.user_cache import home, write_signed
+from tests.core.tampering import VALUES, changed, paths_in
+from tests.speed.architectures import build, collate, samples
+from tests.speed.training import InOrder, Run, train
+
+pytest.importorskip("transformers")
+
+STEPS = {"speed": "max", "max_steps": 3, "full_determinism": False}
+
+
+@pytest.fixture(autouse=True)
+def _keeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOPWRIGHT_KEPT_PLANS", "on")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts of comparisons on a few samples, and of whole updates."""
+    counts: Counter[str] = Counter()
+    for kind, name in ((Prover, "references"), (Prover, "prove_few"), (Prover, "prove_update"), (Prober, "reference")):
+        monkeypatch.setattr(kind, name, _counting(getattr(kind, name), name, counts))
+    return counts
+
+
+def _counting(method: Callable[..., Any], name: str, counts: Counter[str]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(*args, **kwargs)
+
+    return call
+
+
+def run(folder: Path, model: nn.Module | None = None, data: Any = None, **options: Any) -> Run:
+    torch.manual_seed(0)
+    kind = options.pop("kind", InOrder)
+    model, data = model or build("llama", "causal"), data or samples(40, "causal")
+    return train(model, data, folder, kind=kind, **{**STEPS, **options})
+
+
+def weights(found: Run) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in found.trainer.model.named_parameters()}
+
+
+def files() -> list[Path]:
+    return sorted((home() / "plans").glob("*.json")) if home().exists() else []
+
+
+def is_taken_over(found: Run) -> bool:
+    return any(choice.name == EARLIER for choice in found.plan.choices)
+
+
+def switches(plan: SpeedPlan) -> dict[str, Any]:
+    return {name: value for name, value in plan.as_dict().items() if name != "choices"}
+
+
+# ---- the same run again ---------------------------------------------------------------------------------------------
+
+
+def test_the_second_run_compares_one_update_and_trains_the_same(
+    tmp_path: Path, counted: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = run(tmp_path / "first")
+    assert not is_taken_over(first) and counted["references"] == 1 and counted["prove_few"] >= 2
+    assert len(files()) == 1 and files()[0].stat().st_mode & 0o777 == 0o600
+    before, searched = dict(counted), counted["reference"]
+    counted.clear()
+    with caplog.at_level(logging.WARNING):
+        second = run(tmp_path / "second", strict=True)
+    assert is_taken_over(second) and f"on   {EARLIER}: this step was compared again, and agrees" in caplog.text
+    assert counted["references"] == counted["prove_few"] == 0
+    assert 1 <= counted["prove_update"] <= before["prove_update"] and counted["reference"] <= searched - 2
+    assert switches(first.plan) == switches(second.plan) and first.plan.layout == "flat" and first.plan.linear_loss
+    assert first.losses == second.losses and first.shapes == second.shapes
+    one, other = weights(first), weights(second)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    audits = [found.trainer._loopwright.run.speed._verification for found in (first, second)]
+    assert audits[0].coverage.as_list() == audits[1].coverage.as_list() and audits[0].audits == audits[1].audits
+
+
+def test_other_weights_are_compared_too(tmp_path: Path, counted: Counter[str]) -> None:
+    run(tmp_path / "first")
+    counted.clear()
+    other = build("llama", "causal")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    found = run(tmp_path / "second", other)
+    assert is_taken_over(found) and counted["prove_update"] >= 1 and counted["references"] == 0
+
+
+# ---- what is not the same -------------------------------------------------------------------------------------------
+
+
+class Louder(InOrder):
+    """A loss of the user."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def _more(batch: Any) -> dict[str, Tensor]:
+    made = collate(batch)
+    return {**made, "position_ids": torch.arange(made["input_ids"].shape[1]).expand(len(batch), -1).clone()}
+
+
+def _frozen() -> nn.Module:
+    model = build("llama", "causal")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return model
+
+
+def _patched() -> nn.Module:
+    model = build("llama", "causal")
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = lambda x: plain(x) * 1.0
+    return model
+
+
+def _dropping() -> nn.Module:
+    model = build("llama", "causal")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    return model
+
+
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "batch size": lambda: {"per_device_train_batch_size": 5},
+    "accumulation": lambda: {"gradient_accumulation_steps": 1},
+    "precision": lambda: {"bf16": True},
+    "loss": lambda: {"kind": Louder},
+    "label smoothing": lambda: {"label_smoothing_factor": 0.1},
+    "collator": lambda: {"data_collator": _more},
+    "frozen weights": lambda: {"model": _frozen()},
+    "another width": lambda: {"model": build("llama", "causal", hidden_size=16)},
+    "dropout": lambda: {"model": _dropping()},
+    "a function set on a module": lambda: {"model": _patched()},
+    "architecture": lambda: {"model": build("qwen2", "causal")},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_not_used_for_other_training(change: str, tmp_path: Path, counted: Counter[str]) -> None:
+    run(tmp_path / "first", max_steps=1)
+    counted.clear()
+    found = run(tmp_path / "second", **{"max_steps": 1, **CHANGES[change]()})
+    assert not is_taken_over(found) and counted["references"] >= 1
+
+
+@pytest.mark.parametrize("how", ["full_determinism", "off", "variable"])
+def test_nothing_is_kept_or_read(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"full_determinism": {"full_determinism": True}, "off": {"speed": "off"}, "variable": {}}[how]
+    if how == "variable":
+        monkeypatch.setenv("LOOPWRIGHT_KEPT_PLANS", "off")
+    found = run(tmp_path / "first", **options)
+    assert not files() and not is_taken_over(found)
+    monkeypatch.setenv("LOOPWRIGHT_KEPT_PLANS", "on")
+    run(tmp_path / "second")
+    assert len(files()) == 1
+    if how == "variable":
+        monkeypatch.setenv("LOOPWRIGHT_KEPT_PLANS", "off")
+    assert not is_taken_over(run(tmp_path / "third", **options))
+
+
+def test_data_without_padding_is_planned_by_itself(tmp_path: Path, counted: Counter[str]) -> None:
+    first = run(tmp_path / "first", max_steps=1)
+    assert first.plan.layout == "flat"
+    even = [
+        {name: value[:4] for name, value in each.items()} for each in samples(40, "causal") if len(each["labels"]) >= 4
+    ]
+    kept = run(tmp_path / "kept", data=even, max_steps=1)
+    files()[0].unlink()
+    alone = run(tmp_path / "alone", data=even, max_steps=1)
+    assert switches(kept.plan) == switches(alone.plan) and kept.losses == alone.losses
+
+
+def test_other_lengths_are_covered_by_the_new_run(tmp_path: Path) -> None:
+    short = [{name: value[:9] for name, value in each.items()} for each in samples(40, "causal")]
+    run(tmp_path / "first", data=short)
+    found = run(tmp_path / "second")
+    alone = run(tmp_path / "alone", speed="off")
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_a_whole_update_that_differs_is_planned_from_the_beginning(
+    tmp_path: Path, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "first", max_steps=1)
+    counted.clear()
+    prove, calls = Prover.prove_update, []
+
+    def differs_once(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        proof = prove(self, *args)
+        return proof.refuse("the loss differs by 1e+00") if len(calls) <= 2 else proof
+
+    monkeypatch.setattr(Prover, "prove_update", differs_once)
+    found = run(tmp_path / "second", max_steps=1)
+    assert not is_taken_over(found) and counted["references"] == 1 and found.plan.layout == "flat"
+
+
+def test_a_plan_that_failed_later_is_forgotten(tmp_path: Path) -> None:
+    found = run(tmp_path / "first", max_steps=1)
+    assert len(files()) == 1
+    found.trainer._loopwright.run.speed._switch_off("a later step differed")
+    assert not files()
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_another_form_or_user_is_ignored(
+    tmp_path: Path, counted: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "first", max_steps=1)
+    (path,) = files()
+    good = path.read_bytes()
+    values = json.loads(good[32:])
+    contents = [b"", good[:-1], good[:32] + b"{}", b"?" + good[1:]]
+    for content in contents:
+        path.write_bytes(content)
+        assert not is_taken_over(run(tmp_path / "again", max_steps=1))
+        path.write_bytes(good)
+    assert "was not written by this user (or is damaged) and is ignored" in caplog.text
+    values["proved"]["flat"] = "everything"
+    write_signed(path, path.name, json.dumps(values).encode(), most=9)
+    assert not is_taken_over(run(tmp_path / "again", max_steps=1)) and "expected an object" in caplog.text
+    path.write_bytes(good)
+    os.chmod(path.parent, 0o777)
+    assert not is_taken_over(run(tmp_path / "again", max_steps=1)) and "can be changed by, another user" in caplog.text
+    os.chmod(path.parent, 0o700)
+    assert is_taken_over(run(tmp_path / "again", max_steps=1))
+
+
+def test_values_of_another_kind_are_refused() -> None:
+    good = {"made_for": "here", "form": "a", "shape": "b", "proved": {"flat": {"loss": 0.0}},
+            "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0}}  # fmt: skip
+    assert KeptPlan.from_json(json.dumps(good).encode()).work == Work(3, 0.1, 0.1, 2.0)
+    for path in paths_in(good):
+        for kind in ("a string", "a list", "true", "null"):
+            new = changed(good, path, VALUES[kind])
+            is_alike = new is None or (kind == "a string" and path[0] in ("made_for", "form", "shape"))
+            if is_alike or (kind == "null" and path == ("work",)):
+                continue
+            with pytest.raises(ValueError):
+                KeptPlan.from_json(new.encode() if isinstance(new, str) else new)
+    for content in (b"[]", b"not json", json.dumps({**good, "code": "x"}).encode()):
+        with pytest.raises(ValueError):
+            KeptPlan.from_json(content)
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "home").write_text("a file in place of the folder")
+    found = run(tmp_path / "first", max_steps=1, strict=True)
+    assert found.plan.layout == "flat" and "could not be saved" in caplog.text
+
+
+def test_old_files_are_removed_and_none_is_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_plans, "MOST_FILES", 1)
+    run(tmp_path / "first", max_steps=1)
+    run(tmp_path / "second", max_steps=1, per_device_train_batch_size=5)
+    assert len(files()) == 1 and [each.name for each in files()[0].parent.iterdir()] == [files()[0].name]
+
+
+def test_only_plans_that_a_later_run_can_prove_are_kept() -> None:
+    def plan(noise: float = 0.0, **switches: Any) -> SpeedPlan:
+        made = SpeedPlan(**{"layout": "flat", **switches})
+        made.note("flat", True, "", {"loss": 0.0, NOISE: noise, "update_loss": 1.0})
+        made.note("fused loss", False, "the logits are used outside the loss")
+        return made
+
+    found = KeptPlan.of(plan(), "form", "shape", None)
+    assert found is not None and found.proved == {"flat": {"loss": 0.0, NOISE: 0.0}}
+    assert KeptPlan.of(SpeedPlan(compiled=True), "form", "shape", None) is None
+    for each in (plan(graphed=True), plan(activations="full"), plan(noise=0.1), plan(noise=float("nan"))):
+        assert KeptPlan.of(each, "form", "shape", None) is None
+
+
+# ---- code -----------------------------------------------------------------------------------------------------------
+
+MODEL = """
+from torch import nn
+from {helper} import scale
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) * scale()
+"""
+
+
+def test_the_digest_changes_with_code_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kept_helper.py").write_text("def scale():\n    return 1.0\n")
+    (tmp_path / "kept_model.py").write_text(MODEL.format(helper="kept_helper"))
+    model = importlib.import_module("kept_model").Model()
+    first = source_digest(model)
+    assert first is not None and source_digest(model) == first
+    (tmp_path / "kept_helper.py").write_text("def scale():\n    return 2.0\n")
+    assert source_digest(model) != first, "a function that the model's module imports"
+    (tmp_path / "kept_helper.py").write_text("def scale():\n    return 1.0\n")
+    assert source_digest(model) == first
+    sys.modules["kept_model"].scale = lambda: 3.0  # type: ignore[attr-defined]
+    assert source_digest(model) != first, "a function that was replaced in the module"
+    for name in ("kept_model", "kept_helper"):
+        del sys.modules[name]
+
+
+def test_code_without_a_file_is_not_identified() -> None:
+    space: dict[str, Any] = {"nn": nn, "__name__": "a_notebook"}
+    exec(compile("class Model(nn.Module):\n    def forward(self, x):\n        return x", "<cell>", "exec"), space)
+    assert source_digest(space["Model"]()) is None
+    assert source_digest(nn.Linear(2, 2)) is not None
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------------------
+
+
+def test_the_compiler_is_prepared_once_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(preparation, "_STARTED", [])
+    monkeypatch.setattr(preparation, "_prepare", lambda: calls.append(1))
+    preparation.await_compiler()
+    for _ in range(2):
+        preparation.get_ready()
+    preparation.await_compiler()
+    assert calls == [1]
+
+
+def test_on_a_gpu_the_second_run_prepares_the_compiler_before_it_learns_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Counter[str]
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(TrainingSetup, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(planner, "get_ready", lambda: events.append("prepared"))
+    monkeypatch.setattr(Acceleration, "_compile_blocks", lambda self, short_rows: events.append("compiled"))
+    monkeypatch.setattr(LossLearning, "learn_loss", _noting(LossLearning.learn_loss, "learned", events))
+    monkeypatch.setattr(regions, "count_work", _noting(regions.count_work, "counted", events))
+    deep = {"layers": 2}
+    first = run(tmp_path / "first", build("llama", "causal", **deep), max_steps=1)
+    assert events[:3] == ["learned", "counted", "prepared"] and "compiled" in events
+    events.clear()
+    second = run(tmp_path / "second", build("llama", "causal", **deep), max_steps=1)
+    assert events[:2] == ["prepared", "learned"] and "counted" not in events and "compiled" in events
+    assert is_taken_over(second) and first.losses == second.losses and switches(first.plan) == switches(second.plan)
+
+
+def _noting(method: Callable[..., Any], name: str, events: list[str]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        events.append(name)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def test_a_run_on_a_cpu_does_not_prepare_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "_STARTED", [])
+    for name in ("first", "second"):
+        run(tmp_path / name)
+    assert preparation._STARTED == []
