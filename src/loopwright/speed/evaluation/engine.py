@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..fused_loss.lazy_logits import PendingHead
+from ..fused_loss.lazy_logits import HEAD, PendingHead
 from ..layouts.candidates import Layout
 from ..layouts.positions import check_lengths, longest_alike
 from ..layouts.rows import Limits, longest_row, padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for
 from ..model_stamp import ModelStamp
-from ..planner.choice import HEAD
 from ..planner.decision import (
     COLLATED,
     FLAT,

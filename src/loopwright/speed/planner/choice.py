@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..fused_loss.lazy_logits import PendingHead
+from ..fused_loss.lazy_logits import HEAD, PendingHead
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..memory.token_budget import limits_for
+from ..output_layer import named_head, output_head
 from ..proof.guard import Coverage
 from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
@@ -33,7 +34,6 @@ from .decision import (
 
 LARGE_VOCABULARY = 8192
 """Number of classes from which the fused loss is worth using."""
-HEAD = "fused loss"
 
 
 class Decision:
@@ -93,7 +93,7 @@ class Decision:
                 self.plan.note(name, False, proof.reason, proof.numbers)
                 continue
             self.layout, self.plan.layout = layout, name
-            self.plan.note(name, True, f"{gain}; {_same(proof)}", proof.numbers)
+            self.plan.note(name, True, f"{gain}; {same(proof)}", proof.numbers)
             return
 
     def _prove_layout(self, name: str, layout: Layout) -> Proof:
@@ -141,7 +141,7 @@ class Decision:
             proof.refuse("the logits are used outside the loss")
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
-        reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
+        reason = f"{head.weight.shape[0]:,} classes; {same(proof)}" if proof.accepted else proof.reason
         self.plan.note(HEAD, proof.accepted, reason, proof.numbers)
 
     def _make_prover(self) -> Prover:
@@ -219,19 +219,8 @@ class Decision:
         return self.prover.candidate(name, self.plan, self.layout, head, limits=limits, more=more)
 
 
-def named_head(model: nn.Module) -> Any:
-    """The layer that computes logits from hidden states, if the model names it."""
-    find = getattr(model, "get_output_embeddings", None)
-    return find() if callable(find) else None
-
-
-def output_head(model: nn.Module) -> nn.Linear | None:
-    """The output layer if it is a plain `nn.Linear`, else None."""
-    head = named_head(model)
-    return head if type(head) is nn.Linear else None
-
-
-def _same(proof: Proof) -> str:
+def same(proof: Proof) -> str:
+    """How equal loss and gradient are, for the report."""
     what = next((name for name in ("gradient", "output") if name in proof.numbers), None)
     if what is None:
         return f"same loss (within {max(proof.numbers['loss'], 1e-16):.0e})"

@@ -13,18 +13,19 @@ from ..compile.blocks import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
-from ..fused_loss.lazy_logits import PendingHead
+from ..fused_loss.lazy_logits import HEAD, PendingHead
 from ..joining import choose_joining
 from ..layouts.candidates import Layout
 from ..layouts.positions import has_position_bias, most_positions
 from ..layouts.rows import GRAPH_TOKENS, LEAST_WIDTHS, can_add_rows, padded_tokens
 from ..layouts.samples import SOURCE, TARGET, NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for, plan_memory
+from ..output_layer import ReplacedHead
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
 from ..training_setup import TrainingSetup
 from ..widening import WidthChoice
-from .choice import HEAD, Decision
+from .choice import Decision
 from .decision import (
     BIASED,
     COLLATED,
@@ -37,6 +38,7 @@ from .decision import (
     SpeedPlan,
     is_worth_it,
 )
+from .heads import HeadChoice
 from .regions import MOST_SHAPES, MOST_WIDTHS, RegionChoice
 
 LOOKS = 20
@@ -56,7 +58,7 @@ class Made(NamedTuple):
 
     plan: SpeedPlan
     layout: Layout | None = None
-    head: PendingHead | None = None
+    head: ReplacedHead | None = None
     padding: float = 0.0
     """The fraction of tokens that are padding and worth removing."""
     coverage: Coverage | None = None
@@ -107,7 +109,9 @@ class Planner:
             batches = choose_joining(made.plan, setup, batches, self._regions.count(batches))
             batches = self._widened(made.plan, batches)
             self._choose_attention(made.plan)
-        return made._replace(region=self._regions.choose(made.plan, batches, made.head))
+        region = self._regions.choose(made.plan, batches, made.head)
+        head = made.head or HeadChoice(setup).choose(made.plan, batches)
+        return made._replace(region=region, head=head)
 
     def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         setup = self._setup

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..fused_loss.lazy_logits import PendingHead
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
+from ..output_layer import ReplacedHead
 from ..planner.decision import FLAT, SpeedPlan
 from ..training_setup import TrainingSetup
 from .guard import Coverage, Seen
@@ -31,7 +31,7 @@ class Verification:
         setup: TrainingSetup,
         plan: SpeedPlan,
         layout: Layout | None,
-        head: PendingHead | None,
+        head: ReplacedHead | None,
         *,
         tell: Callable[[str], None],
     ) -> None:
@@ -89,7 +89,8 @@ class Verification:
         """Count an update and, if it is due, compare it both ways; returns the proof if it failed, else None."""
         self.updates += 1
         tokens = 0 if samples is None else padded_tokens(batches, samples)
-        if not self._refused and not is_turn(self.updates, is_small=tokens <= WHOLE_TOKENS):
+        is_small = tokens <= WHOLE_TOKENS and not (samples is None and self._plan.graphed)  # batches of any size
+        if not self._refused and not is_turn(self.updates, is_small=is_small):
             return None
         if samples is None or tokens <= WHOLE_TOKENS or self.updates % EVERY == 0:
             proof = self.prove(batches, samples, limits, covers=False)
