@@ -17,6 +17,9 @@ from loopwright.pt.acceleration import Acceleration
 from loopwright.speed.fused_loss.cross_entropy import ALIGNED
 from loopwright.speed.fused_loss.lazy_logits import HEAD
 from loopwright.speed.output_layer import PADDED, PaddedHead, padded_classes, padded_linear
+from loopwright.speed.planner.decision import IN_GROUPS
+from tests.speed.architectures import VOCABULARY, build, samples as pairs
+from tests.speed.training import train as train_pairs
 
 CLASSES, WIDTH, TOKENS = 13, 8, 9
 
@@ -66,8 +69,8 @@ def test_logits_and_gradients_are_those_of_the_layer(bias: bool) -> None:
     expected, found = head(hidden), padded_linear(hidden, head.weight, head.bias, 16)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-    pairs = zip(gradients(found, hidden, head), gradients(expected, hidden, head), strict=True)
-    for mine, other in pairs:
+    both = zip(gradients(found, hidden, head), gradients(expected, hidden, head), strict=True)
+    for mine, other in both:
         torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-15)
         again = [torch.autograd.grad(each.square().sum(), hidden, retain_graph=True)[0] for each in (mine, other)]
         torch.testing.assert_close(*again, rtol=1e-12, atol=1e-15)
@@ -79,8 +82,8 @@ def test_under_autocast_values_and_dtypes_are_those_of_the_layer(bias: bool) -> 
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = head(hidden), padded_linear(hidden, head.weight, head.bias, 16)
         assert found.dtype == expected.dtype == torch.bfloat16
-        pairs = zip(gradients(found, hidden, head), gradients(expected, hidden, head), strict=True)
-    for mine, other in pairs:
+        both = zip(gradients(found, hidden, head), gradients(expected, hidden, head), strict=True)
+    for mine, other in both:
         assert mine.dtype == other.dtype
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=1e-3)
 
@@ -353,3 +356,17 @@ def test_whisper_keeps_its_training(reads: bool, tmp_path: Any, monkeypatch: pyt
 def _padded_batch(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     labels = nn.utils.rnn.pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=-100)
     return {"input_features": torch.stack([row["input_features"] for row in rows]), "labels": labels}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_groups_of_pairs_have_a_padded_layer(is_wrong: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    if is_wrong:
+        wrong = lambda input, weight, bias, classes: F.linear(input, WrongGradient.apply(weight), bias)  # noqa: E731
+        monkeypatch.setattr(output_layer, "padded_linear", wrong)
+    data, options = pairs(96, "pair"), {"max_steps": 10, "gradient_accumulation_steps": 2, "bf16": True}
+    plain = train_pairs(build("bart", "pair", vocab_size=VOCABULARY + 1), data, tmp_path, speed="off", **options)
+    fast = train_pairs(build("bart", "pair", vocab_size=VOCABULARY + 1), data, tmp_path, speed="max", **options)
+    assert fast.plan.graphed and fast.plan.layout in IN_GROUPS and fast.plan.padded_head is not is_wrong
+    assert ("differs" if is_wrong else "65 classes are computed as 72") in choice(fast.trainer, PADDED).reason
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-5)

@@ -14,7 +14,7 @@ from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..memory.token_budget import limits_for
-from ..output_layer import named_head, output_head
+from ..output_layer import ReplacedHead, named_head, output_head
 from ..proof.guard import Coverage
 from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
@@ -51,7 +51,7 @@ class Decision:
         """Proofs that failed on a whole update, by name."""
         self.plan = SpeedPlan(made_for=setup.described())
         self.layout: Layout | None = None
-        self.head: PendingHead | None = None
+        self.head: ReplacedHead | None = None
         self.prover = self._make_prover()
         self.references: list[Reference] = []
         """Empty if the normal path could not be used as a reference."""
@@ -152,9 +152,9 @@ class Decision:
 
     # ---- graphs and recomputing -------------------------------------------------------------------------------------
 
-    def prove_few_shapes(self) -> Proof:
-        """Whether results are unchanged when rows are padded to a few lengths, with the current plan."""
-        return self._prove(self._candidate("rows of a few lengths", self.head))
+    def prove_few_shapes(self, head: ReplacedHead | None = None) -> Proof:
+        """Whether results are unchanged when rows are padded to a few lengths, with the plan or another head."""
+        return self._prove(self._candidate("rows of a few lengths", head or self.head))
 
     def prove_recomputing(self, policy: str) -> Proof:
         """Whether results are unchanged when activations are recomputed, with all other choices applied."""
@@ -210,7 +210,7 @@ class Decision:
     def _candidate(
         self,
         name: str,
-        head: PendingHead | None,
+        head: ReplacedHead | None,
         *,
         limits: Limits | None = None,
         more: Callable[[ExitStack], Any] = lambda stack: None,

@@ -1,11 +1,11 @@
-"""The output layer of batches as collated, where no layout brings the fused loss: fused without a count, or padded.
+"""The output layer where no layout brings the fused loss: fused without a count, or with a padded number of classes.
 
 Speech to text, for example: its samples cannot be regrouped, and its logits are the largest tensors of an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,22 +32,23 @@ class HeadChoice:
         self._reference: Reference | None = None
 
     def choose(self, plan: SpeedPlan, batches: Sequence[Any]) -> ReplacedHead | None:
-        """The replaced output layer, proved on this update, if there is one; the plan records the choice."""
-        head = output_head(self._setup.model)
-        if head is None or not self._may_help(plan, head):
+        """The output layer of batches as collated, proved on this update, if there is one; the plan records it."""
+        head = self._large_head()
+        if head is None or plan.layout != COLLATED or plan.linear_loss or plan.region == MODEL:
+            return None
+        if not plan.graphed and not plan.region and self._setup.level != "max":  # a run too short for anything
             return None
         try:
-            return self._fused(plan, head, batches) or self._padded(plan, head, batches)
+            return self._fused(plan, head, batches) or self.padded(plan, lambda each: self._proved(plan, each, batches))
         finally:
             self._reference = None  # its gradients are as large as the model
 
-    def _may_help(self, plan: SpeedPlan, head: nn.Linear) -> bool:
-        """Whether logits are large and computed by the layer as written, in a run long enough to be accelerated."""
-        setup = self._setup
-        if setup.device.type not in HEAD_DEVICES or plan.layout != COLLATED or plan.linear_loss or plan.region == MODEL:
-            return False
-        is_large = head.weight.shape[0] >= LARGE_VOCABULARY or setup.level == "max"
-        return is_large and (plan.graphed or bool(plan.region) or setup.level == "max")
+    def _large_head(self) -> nn.Linear | None:
+        """The output layer, if its logits are large."""
+        setup, head = self._setup, output_head(self._setup.model)
+        if head is None or setup.device.type not in HEAD_DEVICES:
+            return None
+        return head if head.weight.shape[0] >= LARGE_VOCABULARY or setup.level == "max" else None
 
     def _fused(self, plan: SpeedPlan, head: nn.Linear, batches: Sequence[Any]) -> PendingHead | None:
         """The fused loss in graphs, for all targets: how many are ignored differs, and a graph has constant shapes."""
@@ -61,13 +62,14 @@ class HeadChoice:
         self._note(plan, HEAD, proof, f"{head.weight.shape[0]:,} classes, of all targets")
         return pending if proof.accepted else None
 
-    def _padded(self, plan: SpeedPlan, head: nn.Linear, batches: Sequence[Any]) -> PaddedHead | None:
-        """A padded number of classes, if that of the model has slow kernels in half precision."""
-        classes = padded_classes(head.weight)
-        if classes == head.weight.shape[0] or not self._setup.computes_half:
+    def padded(self, plan: SpeedPlan, prove: Callable[[ReplacedHead], Proof]) -> PaddedHead | None:
+        """The layer with a padded number of classes, if that of the model has slow kernels in half precision."""
+        head = self._large_head()
+        classes = 0 if head is None else padded_classes(head.weight)
+        if head is None or classes == head.weight.shape[0] or not self._setup.computes_half:
             return None
         padded = PaddedHead(head)
-        proof = self._proved(plan, padded, batches)
+        proof = prove(padded)
         plan.padded_head = proof.accepted
         self._note(plan, PADDED, proof, f"{head.weight.shape[0]:,} classes are computed as {classes:,}")
         return padded if proof.accepted else None

@@ -13,7 +13,7 @@ from ..compile.blocks import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
-from ..fused_loss.lazy_logits import HEAD, PendingHead
+from ..fused_loss.lazy_logits import HEAD
 from ..joining import choose_joining
 from ..layouts.candidates import Layout
 from ..layouts.positions import has_position_bias, most_positions
@@ -258,11 +258,12 @@ class Planner:
         proof = decision.refused.get(GRAPHS) or decision.prove_few_shapes()
         if proof.accepted:
             plan.take_back(HEAD, "micro-batches run as CUDA graphs, whose logits are small")
+            decision.head = HeadChoice(setup).padded(plan, decision.prove_few_shapes)
             return None
         plan.graphed, plan.linear_loss, decision.head = False, head is not None, head
         return f"with groups of a few shapes {proof.reason}"
 
-    def _are_logits_small(self, head: PendingHead) -> bool:
+    def _are_logits_small(self, head: ReplacedHead) -> bool:
         """Whether logits of a group, with what their loss keeps, take a small part of the device's memory."""
         total = self._setup.device_memory()
         tokens = GRAPH_TOKENS * LEAST_WIDTHS[TARGET] // LEAST_WIDTHS[SOURCE]
