@@ -68,6 +68,20 @@ def test_the_padded_product_is_that_of_the_layer():
     assert all(apart(mine, other) < 1e-2 for mine, other in zip(found, expected, strict=True))
 
 
+def kernels_of(run: Callable[[], Any]) -> list[str]:
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return [event.key for event in profiler.key_averages()]
+
+
+def test_no_kernel_is_for_matrices_that_are_not_aligned():
+    slow = [name for name in kernels_of(of_layer(F.linear)) if "align1" in name]
+    print(f"        as written: {slow}")
+    assert not [name for name in kernels_of(of_layer(padded)) if "align1" in name or "align2" in name]
+
+
 def test_the_padded_product_is_faster():
     before, after = milliseconds(of_layer(F.linear)), milliseconds(of_layer(padded))
     print(f"        output layer and loss, {TOKENS:,} x {CLASSES:,}: {before:.2f} ms, padded {after:.2f} ms")

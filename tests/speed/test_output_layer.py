@@ -243,6 +243,24 @@ def test_in_whole_precision_nothing_is_padded(tmp_path: Any) -> None:
     assert not plan_of(fast).padded_head and choice(fast, PADDED) is None
 
 
+def test_code_of_the_user_gets_the_logits_of_the_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strides = []
+
+    class Reads(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(**inputs)
+            strides.append(outputs["logits"].is_contiguous())
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=4, bf16=True, report_to="none", save_strategy="no",
+        use_cpu=True, disable_tqdm=True, speed="max",
+    )  # fmt: skip
+    trainer = Reads(Speech().double(), args, train_dataset=samples())
+    trainer.train()
+    assert not plan_of(trainer).padded_head and all(strides)
+
+
 class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor) -> Tensor:
