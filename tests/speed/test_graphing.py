@@ -19,6 +19,7 @@ from loopwright import Trainer, TrainerCallback
 from loopwright.core.update import MicroBatch, Update
 from loopwright.pt.acceleration import Acceleration
 from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of
+from loopwright.speed.cuda_graphs.recorder import GraphedStep
 from loopwright.speed.planner.decision import COLLATED, FLAT, GRAPHS, IN_GROUPS, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, Run, train
@@ -434,6 +435,15 @@ def test_a_mask_that_masks_nothing_is_left_out_where_that_is_the_same(needs: boo
     model.seen.clear()
     step(model, {**whole, "attention_mask": torch.tensor([[1.0, 1, 0], [1, 1, 1]])})
     assert set(model.seen) == {True}
+
+
+def test_a_graph_is_divided_between_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, order = Masked(False), []
+    monkeypatch.setattr(GraphedStep, "divide", lambda self: order.append("divide"))
+    model.layer.weight.register_hook(lambda gradient: order.append("backward"))
+    model.register_forward_hook(lambda *given: order.append("forward"))
+    graphed(model, [], targets=2)(model, {"x": torch.ones(2, 3)})
+    assert order[-3:] == ["forward", "divide", "backward"] and order.count("divide") == order.count("backward")
 
 
 def test_a_loss_that_needs_the_number_of_items_is_not_recorded() -> None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.snapshot import restored
+from loopwright.speed.cuda_graphs.capture import CudaRecorder
 from loopwright.speed.cuda_graphs.contexts import host_streams
 from loopwright.speed.cuda_graphs.difference import relative_difference
 from loopwright.speed.cuda_graphs.graph import Graph
-from loopwright.speed.cuda_graphs.recorder import CudaRecorder, GraphedStep, cannot_capture, shape_key
+from loopwright.speed.cuda_graphs.recorder import GraphedStep, cannot_capture, shape_key
 
 CPU = torch.device("cpu")
 
@@ -144,6 +145,27 @@ def test_a_graph_that_overwrites_gradients_leaves_the_sum_of_the_update(micro_ba
     graphs = list(step._graphs.values())
     assert told == [] and [graph.overwrites for graph in graphs] == [True, False][: len(graphs)]
     assert len({id(place) for graph in graphs for _, place in graph.gradients}) == 6, "one tensor for each parameter"
+
+
+def test_a_capture_is_divided_into_graphs_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Part:
+        def capture_begin(self, **options: Any) -> None:
+            done.append("begin")
+
+        def capture_end(self) -> None:
+            done.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Part)
+    recorder = CudaRecorder.__new__(CudaRecorder)
+    recorder.divide()
+    assert done == [], "nothing is being captured"
+    recorder._pool, recorder._parts = None, []
+    recorder._begin_part()
+    recorder.divide()
+    assert done == ["begin", "end", "begin"] and len(recorder._parts) == 2
+    assert CudaRecorder._parts == []
 
 
 def test_the_loss_returned_is_not_overwritten_by_the_next() -> None:
@@ -355,3 +377,8 @@ def test_weights_and_inputs_go_where_the_graph_reads_them() -> None:
     assert graph.inputs["x"].tolist() == [1, 2] and graph.weight.item() == 0.25
     graph.load({"x": torch.tensor([1.0, 2.0]), "n": 3}, torch.tensor(2))
     assert graph.weight.item() == 2
+    graph.load({"x": torch.tensor([1.0, 2.0]), "n": 3}, 0.25)
+    assert graph.weight.item() == 0.25
+    version = graph.weight._version
+    graph.load({"x": torch.tensor([1.0, 2.0]), "n": 3}, 0.25)
+    assert graph.weight._version == version, "the same number is not written again"

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from loopwright.errors import ModelError
 from loopwright.speed.fused_loss import recipe as recipe_module
-from loopwright.speed.fused_loss.lazy_logits import PendingHead, PendingLogits, defer_linear, why_not
+from loopwright.speed.fused_loss.lazy_logits import PendingHead, PendingLogits, defer_linear
 from loopwright.speed.fused_loss.recipe import spares_last
+from loopwright.speed.output_layer import why_not
 from tests.speed.architectures import DECODERS, ENCODERS, GQA, PAIRS, VOCABULARY, build, config
 
 transformers = pytest.importorskip("transformers")

@@ -20,7 +20,7 @@ from .layouts.reading import SampleReader
 from .layouts.rows import Laid, Limits
 from .layouts.samples import SOURCE, Samples
 from .memory.token_budget import limits_for
-from .planner.choice import HEAD, output_head
+from .output_layer import PaddedHead, ReplacedHead, output_head
 from .planner.decision import COLLATED, GRAPHS, IN_ROWS, UNPADDED, SpeedPlan
 from .planner.planner import Planner
 from .proof.audit import Verification
@@ -61,7 +61,7 @@ class SpeedEngine:
         """Whether the model has the plan's attention and head now."""
         self.plan = SpeedPlan()
         self._layout: Layout | None = None
-        self._head: PendingHead | None = None
+        self._head: ReplacedHead | None = None
         self._last: tuple[list[Any], Samples] | None = None
         """Collated batches and samples of the current update, to lay it out again; None if it is not laid out."""
         self._widest = 0
@@ -94,7 +94,7 @@ class SpeedEngine:
         samples = self._reader.read_or_none(update.batches) if self._layout is not None else None
         if self._layout is None or samples is None:
             if self._layout is None and self._head is not None:
-                self._verify(update.batches, None, None)
+                self._verify_head(update.batches)
             return
         laid, limits = self._laid(update.batches, samples)
         assert self._verification is not None
@@ -167,8 +167,13 @@ class SpeedEngine:
         self._switch_off(f"a later step differed: {proof.reason}")
         return False
 
+    def _verify_head(self, batches: list[Any]) -> None:
+        """The same for a plan whose micro-batches are the collator's; that of a checkpoint is proved first."""
+        if not self._must_prove or self._holds(batches, None, None):
+            self._verify(batches, None, None)
+
     def _switch_off(self, reason: str) -> None:
-        name = self.plan.layout if self._layout is not None else HEAD
+        name = self.plan.layout if self._layout is not None or self._head is None else self._head.name
         self._planner.forget()
         self.finish()
         plan = SpeedPlan(choices=self.plan.choices)
@@ -269,7 +274,8 @@ class SpeedEngine:
         """Install the plan's attention and head around the forward and backward of all micro-batches of an update."""
         reason = None if self._head is None else self._head.try_install()
         if reason is not None:
-            self._tell(f"speed: the fused loss is switched off because the output layer changed: {reason}")
+            assert self._head is not None
+            self._tell(f"speed: the {self._head.name} is switched off because the output layer changed: {reason}")
         self.is_installed = True
         try:
             if self.is_laid:
@@ -300,7 +306,8 @@ class SpeedEngine:
     def inputs_of(self, micro: MicroBatch) -> Any:
         """The inputs of a micro-batch for the model, on the device."""
         if self._head is not None:
-            self._head.count = micro.targets if micro.update.counted and knows_count(self._setup) else None
+            is_known = micro.update.counted and knows_count(self._setup) and not self.plan.graphed
+            self._head.count = micro.targets if is_known else None  # in a graph it would be that of the first batch
         batch = micro.inputs
         if self._layout is None or not self.is_laid:
             return batch if self._collated is None else self._collated.inputs(batch)
@@ -344,7 +351,7 @@ class SpeedEngine:
             )
 
     def _carry_out(
-        self, layout: Layout | None, head: PendingHead | None, proved: Region | None = None, *, is_saved: bool = False
+        self, layout: Layout | None, head: ReplacedHead | None, proved: Region | None = None, *, is_saved: bool = False
     ) -> None:
         self._layout, self._head = layout, head
         if self.plan.activations != "none":
@@ -414,14 +421,16 @@ class SpeedEngine:
             return
         model = self._setup.model
         layout = None if plan.layout == COLLATED else make_layout(plan.layout, model)
-        head = output_head(model) if plan.linear_loss else None
-        missing = (plan.linear_loss and head is None) or plan.activations not in self._setup.policies
+        head = output_head(model) if plan.linear_loss or plan.padded_head else None
+        missing = (plan.linear_loss or plan.padded_head) and head is None
+        missing |= plan.activations not in self._setup.policies
         missing |= plan.graphed and self._setup.why_not_graph is not None
         missing |= bool(plan.region) and self._setup.why_not_region is not None
         if isinstance(layout, str) or missing:
             return
         self.plan = plan
-        self._carry_out(layout, None if head is None else PendingHead(head), is_saved=True)
+        replaced = PendingHead if plan.linear_loss else PaddedHead
+        self._carry_out(layout, None if head is None else replaced(head), is_saved=True)
         self._must_prove = self.is_active
         if self._verification is not None:
             self._verification.load_state_dict(state.get("verification", {}))

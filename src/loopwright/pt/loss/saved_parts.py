@@ -23,7 +23,7 @@ SAVED_LOSS = record(
 """The inferred properties of a loss in a checkpoint."""
 
 _CHOICE = record({}, {"name": text, "is_on": flag, "reason": text, "numbers": named(any_number)})
-_SWITCHES = ("linear_loss", "compiled", "short_rows", "widened", "channels_last", "varied", "graphed")
+_SWITCHES = ("linear_loss", "padded_head", "compiled", "short_rows", "widened", "channels_last", "varied", "graphed")
 _PLAN = record(
     {},
     {

@@ -29,6 +29,8 @@ class Graph:
     draws: int = 0
     """Random numbers that the forward pass draws on the host without effect; a replay draws as many."""
     overwrites: bool = False
+    filled: float | None = None
+    """The number in `weight`, if it was written by the host."""
 
     def load(self, inputs: Inputs, weight: Any) -> None:
         """Copy a batch of the same shapes to the static inputs."""
@@ -37,8 +39,10 @@ class Graph:
                 place.copy_(inputs[name], non_blocking=True)
         if isinstance(weight, Tensor) and weight.device == self.weight.device:
             self.weight.copy_(weight)
-        else:
-            self.weight.fill_(float(weight))
+            self.filled = None
+        elif self.filled != float(weight):  # the share of most micro-batches is that of the one before
+            self.filled = float(weight)
+            self.weight.fill_(self.filled)
 
     def run(self) -> None:
         """Replay, and leave the sum of earlier gradients and those of the replay in the parameters."""

@@ -211,6 +211,7 @@ class GraphedTraining:
 
     def _run(self, inputs: dict[str, Any], weight: Any) -> Tensor:
         loss = self._loss_of(dict(inputs), None) * weight
+        self.step.divide()
         self._backward(loss)
         return loss.detach()
 

@@ -6,7 +6,6 @@ replays. Capturing it would gain nothing and would not allow its settings to cha
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ...snapshot import restored
 from ..attention.needless_masks import without_needless_masks
 from ..proof.random_draws import draws_without_effect
+from .capture import CudaRecorder
 from .contexts import (
     HostStreams,
     any_wait_is_fine,
@@ -41,9 +41,6 @@ Run = Callable[[Inputs, Any], Tensor]
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Captures a function without executing it; returns a function to replay it and the tensor of its result."""
-
-BROKEN: list[Any] = []
-"""Graphs whose capture failed; they are kept because torch's allocators may still access them."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -101,6 +98,11 @@ class GraphedStep:
         if graph.draws:
             torch.rand(graph.draws)
         return graph.loss.clone()
+
+    def divide(self) -> None:
+        """To be called between forward and backward: while they are captured, each becomes a graph of its own."""
+        if isinstance(self._recorder, CudaRecorder):
+            self._recorder.divide()
 
     def forget(self) -> None:
         """Discard all graphs and the counts of shapes."""
@@ -258,81 +260,6 @@ class GraphedStep:
         self.reason = text[0] if text else type(error).__name__
         self.close()
         self._tell(f"no CUDA graph: {self.reason}")
-
-
-class CudaRecorder:
-    """Captures CUDA graphs that share one memory pool: replays are sequential and never overlap."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self.take_new_memory()
-
-    def take_new_memory(self) -> None:
-        """Use a new memory pool for later captures."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._is_first = True
-
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        generator = self._generator().clone_state()
-        try:
-            # This context restores the current stream: a failed capture does not leave its own.
-            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
-                loss = self._capture(graph, function)
-        except BaseException:  # including Ctrl-C: an unfinished capture would break later work
-            self._repair(graph, generator)
-            raise
-        return graph.replay, loss
-
-    def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
-        if self._is_first or self._is_short_of_memory():  # otherwise it would only cost time
-            gc.collect()
-            torch.cuda.empty_cache()
-        torch.cuda.synchronize(self._device)
-        collects, cause = gc.isenabled(), None
-        gc.disable()  # no garbage collection of graphs or events during a capture
-        try:
-            with torch.cuda.stream(self._stream):
-                # Other threads (loaders that pin memory, checkpoint writers) may call CUDA during the capture.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    loss = function()
-                except Exception as error:  # kept, because ending the capture raises another error
-                    cause = error
-                    raise
-                finally:
-                    graph.capture_end()
-        except Exception as error:
-            raise cause or error from None  # ending a failed capture fails too, without a useful message
-        finally:
-            if collects:
-                gc.enable()
-        self._is_first = False
-        return loss
-
-    def _is_short_of_memory(self) -> bool:
-        """Whether less memory is free than torch keeps for later: it cannot return any during a capture."""
-        kept: int = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        free: int = torch.cuda.mem_get_info(self._device)[0]
-        return free < kept
-
-    def _repair(self, graph: Any, generator: Any) -> None:
-        """Restore the generator and the pool after a failed capture, which leaves both in an intermediate state."""
-        BROKEN.append(graph)
-        self._generator().graphsafe_set_state(generator)
-        try:
-            torch._C._cuda_endAllocateToPool(self._index(), self._pool)
-            torch._C._cuda_releasePool(self._index(), self._pool)
-        except RuntimeError:
-            pass  # the capture had ended normally
-
-    def _index(self) -> int:
-        index: int = torch.cuda.current_device() if self._device.index is None else self._device.index
-        return index
-
-    def _generator(self) -> Any:
-        return torch.cuda.default_generators[self._index()]
 
 
 # ---- what may be captured -------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..fused_loss.lazy_logits import PendingHead
+from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
 from ..layouts.positions import check_lengths, longest_alike
 from ..layouts.rows import Limits, longest_row, padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for
 from ..model_stamp import ModelStamp
-from ..planner.choice import HEAD
+from ..output_layer import ReplacedHead
 from ..planner.decision import (
     COLLATED,
     FLAT,
@@ -63,7 +63,7 @@ class EvaluationEngine:
         self.plan = SpeedPlan()
         self.is_decided = False
         self._layout: Layout | None = None
-        self._head: PendingHead | None = None
+        self._head: ReplacedHead | None = None
         self._coverage = Coverage()
         self._whole: set[str] = set()
         self._image_tokens = image_tokens_of(getattr(setup.model, "config", None))
@@ -312,7 +312,7 @@ class EvaluationEngine:
         else:
             self.plan = plan
 
-    def _settle(self, plan: SpeedPlan, layout: Layout | None = None, head: PendingHead | None = None) -> None:
+    def _settle(self, plan: SpeedPlan, layout: Layout | None = None, head: ReplacedHead | None = None) -> None:
         self.plan, self._layout, self._head, self.is_decided = plan, layout, head, True
         self._stamp.settle()
         self._announce(plan)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...errors import ModelError
+from ..output_layer import ReplacedHead, has_hooks, is_looked_through
 from .autograd_nodes import Derived, Numbers, Parts, Root
 from .cross_entropy import StandIn, matmul_dtype
 from .recipe import RECORDERS, Recipe, loss_of
+
+HEAD = "fused loss"
 
 
 @dataclass
@@ -219,7 +221,7 @@ _ABOUT_THE_NODE = {
 # ---- the head --------------------------------------------------------------------------------------------------------
 
 
-class PendingHead:
+class PendingHead(ReplacedHead):
     """Makes a head return `PendingLogits` in training, or with `evaluates` in evaluation, without gradients.
 
     `count` is set before each micro-batch: the number of targets its loss counts, computed on the host, or None. It
@@ -227,39 +229,16 @@ class PendingHead:
     small makes the loss NaN. It is used for the first loss of each forward and on GPUs only.
     """
 
+    name = HEAD
+
     def __init__(self, head: nn.Module, *, evaluates: bool = False) -> None:
-        self.head, self._evaluates = head, evaluates
-        self.count: int | None = None
-        self._always = False
-        self.logits_were_used = False
-        """Whether the values were ever computed."""
+        super().__init__(head)
+        self._evaluates = evaluates
         self._made: list[weakref.ref[Family]] = []
-
-    @property
-    def is_installed(self) -> bool:
-        found: bool = self.head.__dict__.get("forward") == self._forward
-        return found
-
-    def install(self, *, always: bool = False) -> None:
-        """Make the head's forward return pending logits in training, with `always` whenever gradients are enabled."""
-        reason = self.try_install(always=always)
-        if reason is not None:
-            raise ModelError(f"the head cannot be fused with the loss: {reason}")
-
-    def try_install(self, *, always: bool = False) -> str | None:
-        """Like `install`, but returns the reason if this head cannot be used."""
-        self._always = always
-        if self.is_installed:
-            return None
-        reason = why_not(self.head)
-        if reason is None:
-            self.head.forward = self._forward
-        return reason
 
     def remove(self) -> None:
         """Restore the head's forward; logits still referenced are computed now, before the weights change."""
-        if self.is_installed:
-            del self.head.__dict__["forward"]
+        super().remove()
         made, self._made = self._made, []
         for family in (reference() for reference in made):
             for member in [] if family is None else family.alive():
@@ -268,11 +247,8 @@ class PendingHead:
 
     def _forward(self, input: Tensor) -> Tensor:
         weight, bias = self.head.weight, self.head.bias
-        if self._evaluates:
-            waits = not self.head.training and not torch.is_grad_enabled()
-        else:
-            waits = (self.head.training or self._always) and torch.is_grad_enabled()
-        if not waits or input.dim() < 2 or _has_hooks(self.head) or _is_looked_through():
+        waits = not self.head.training and not torch.is_grad_enabled() if self._evaluates else self._is_training()
+        if not waits or input.dim() < 2 or has_hooks(self.head) or is_looked_through():
             return F.linear(input, weight, bias)
         logits = defer_linear(input, weight, bias, count=self.count)
         logits._family.note_use, logits._family.is_evaluated = self._note_use, self._evaluates
@@ -284,26 +260,6 @@ class PendingHead:
         self.logits_were_used = True
 
 
-def why_not(head: Any) -> str | None:
-    """Why a head cannot be made pending, or None if it can."""
-    if type(head) is not nn.Linear:
-        return f"it is a {type(head).__name__}, not a plain nn.Linear"
-    if "forward" in head.__dict__:
-        return "its forward was replaced"
-    if _has_hooks(head):
-        return "it has hooks"
-    if type(head.weight) is not nn.Parameter or not head.weight.is_floating_point():
-        return f"its weight is a {type(head.weight).__name__} of {head.weight.dtype}"
-    return None
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _has_hooks(head: nn.Module) -> bool:
-    return any(getattr(head, name) for name in _HOOKS)
-
-
 def defer_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, count: int | None = None) -> PendingLogits:
     """`F.linear(hidden, weight, bias)` as pending logits, with the current autocast dtype."""
     dtype = matmul_dtype(hidden)
@@ -311,11 +267,3 @@ def defer_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, count: int
     parts = Parts(recipe)
     node = Root.apply(PendingLogits, parts, recipe, recipe.hidden, weight, bias)
     return PendingLogits.made(node, recipe, Family(), parts.logits, None)
-
-
-def _is_looked_through() -> bool:
-    """Whether a compiler, tracer or transform is active, which needs plain tensors as logits."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return bool(active and active())

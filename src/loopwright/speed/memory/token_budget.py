@@ -15,10 +15,10 @@ import numpy as np
 
 from ..compile.blocks import repeated_blocks
 from ..fused_loss.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
-from ..fused_loss.lazy_logits import PendingHead
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits, padded_tokens
 from ..layouts.samples import IGNORED, Samples, few_of
+from ..output_layer import ReplacedHead
 from ..planner.decision import COLLATED, GROUP_TOKENS, IN_ROWS, ROW_TOKENS, SpeedPlan
 from ..proof.prober import Proof
 from ..training_setup import TrainingSetup
@@ -86,7 +86,7 @@ def plan_memory(
     samples: Samples,
     batches: Sequence[Any],
     layout: Layout | None,
-    head: PendingHead | None,
+    head: ReplacedHead | None,
     prove: Callable[[str], Proof],
 ) -> None:
     """Set the plan's token budget and recomputation policy; `prove` compares a policy on the samples of the proof."""
@@ -170,7 +170,7 @@ def limits_for(
 
 
 def _estimate(
-    setup: TrainingSetup, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
+    setup: TrainingSetup, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: ReplacedHead | None
 ) -> MemoryEstimate:
     lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
     place, whole = int(lengths.argmax()), int(lengths.max())

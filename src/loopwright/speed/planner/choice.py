@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..fused_loss.lazy_logits import PendingHead
+from ..fused_loss.lazy_logits import HEAD, PendingHead
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..memory.token_budget import limits_for
+from ..output_layer import ReplacedHead, named_head, output_head
 from ..proof.guard import Coverage
 from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
@@ -35,7 +36,6 @@ from .decision import (
 
 LARGE_VOCABULARY = 8192
 """Number of classes from which the fused loss is worth using."""
-HEAD = "fused loss"
 
 
 class Decision:
@@ -56,7 +56,7 @@ class Decision:
         """Proofs that failed on a whole update, by name."""
         self.plan = SpeedPlan(made_for=setup.described())
         self.layout: Layout | None = None
-        self.head: PendingHead | None = None
+        self.head: ReplacedHead | None = None
         self.prover = self._make_prover()
         self.references: list[Reference] = []
         """Empty if the normal path could not be used as a reference."""
@@ -98,7 +98,7 @@ class Decision:
                 self.plan.note(name, False, proof.reason, proof.numbers)
                 continue
             self.layout, self.plan.layout = layout, name
-            self.plan.note(name, True, f"{gain}; {_same(proof, self.where)}", proof.numbers)
+            self.plan.note(name, True, f"{gain}; {same(proof, self.where)}", proof.numbers)
             return
 
     def _prove_layout(self, name: str, layout: Layout) -> Proof:
@@ -148,7 +148,7 @@ class Decision:
             proof.refuse("the logits are used outside the loss")
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
-        reason = f"{head.weight.shape[0]:,} classes; {_same(proof, self.where)}" if proof.accepted else proof.reason
+        reason = f"{head.weight.shape[0]:,} classes; {same(proof, self.where)}" if proof.accepted else proof.reason
         self.plan.note(HEAD, proof.accepted, reason, proof.numbers)
 
     @property
@@ -167,9 +167,9 @@ class Decision:
 
     # ---- graphs and recomputing -------------------------------------------------------------------------------------
 
-    def prove_few_shapes(self) -> Proof:
-        """Whether results are unchanged when rows are padded to a few lengths, with the current plan."""
-        return self._prove(self._candidate("rows of a few lengths", self.head))
+    def prove_few_shapes(self, head: ReplacedHead | None = None) -> Proof:
+        """Whether results are unchanged when rows are padded to a few lengths, with the plan or another head."""
+        return self._prove(self._candidate("rows of a few lengths", head or self.head))
 
     def prove_recomputing(self, policy: str) -> Proof:
         """Whether results are unchanged when activations are recomputed, with all other choices applied."""
@@ -225,7 +225,7 @@ class Decision:
     def _candidate(
         self,
         name: str,
-        head: PendingHead | None,
+        head: ReplacedHead | None,
         *,
         limits: Limits | None = None,
         more: Callable[[ExitStack], Any] = lambda stack: None,
@@ -234,19 +234,8 @@ class Decision:
         return self.prover.candidate(name, self.plan, self.layout, head, limits=limits, more=more)
 
 
-def named_head(model: nn.Module) -> Any:
-    """The layer that computes logits from hidden states, if the model names it."""
-    find = getattr(model, "get_output_embeddings", None)
-    return find() if callable(find) else None
-
-
-def output_head(model: nn.Module) -> nn.Linear | None:
-    """The output layer if it is a plain `nn.Linear`, else None."""
-    head = named_head(model)
-    return head if type(head) is nn.Linear else None
-
-
-def _same(proof: Proof, where: str) -> str:
+def same(proof: Proof, where: str = "") -> str:
+    """How equal loss and gradient are, for the report."""
     what = next((name for name in ("gradient", "output") if name in proof.numbers), None)
     if what is None:
         return f"same loss{where} (within {max(proof.numbers['loss'], 1e-16):.0e})"

@@ -38,6 +38,8 @@ class SpeedPlan:
 
     layout: str = COLLATED
     linear_loss: bool = False
+    padded_head: bool = False
+    """Whether the output layer is computed with a number of classes that has fast kernels."""
     compiled: bool = False
     short_rows: bool = False
     """Whether compiled blocks get rows both below and above a few thousand tokens."""
@@ -70,8 +72,8 @@ class SpeedPlan:
     @property
     def changes_anything(self) -> bool:
         switches = (
-            self.linear_loss, self.compiled, bool(self.region), self.widened, self.varied, self.graphed,
-            self.activations != "none",
+            self.linear_loss, self.padded_head, self.compiled, bool(self.region), self.widened, self.varied,
+            self.graphed, self.activations != "none",
         )  # fmt: skip
         return self.layout != COLLATED or self.joined > 1 or any(switches)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...core.checkpoint.schema import any_number, maybe, named, number, record, text
 from ...notices import logger
+from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
 from ..layouts.samples import Samples
 from ..proof.distance import HALF, NOISE_APART
@@ -25,7 +26,7 @@ from ..proof.prober import Candidate, Proof, Reference
 from ..proof.prover import NOISE
 from ..training_setup import TrainingSetup
 from ..user_cache import NotOurs, home, read_signed, write_signed
-from .choice import HEAD, Decision
+from .choice import Decision
 from .cost import Work
 from .decision import COLLATED, SpeedPlan
 

@@ -13,18 +13,19 @@ from ..compile.preparation import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
-from ..fused_loss.lazy_logits import PendingHead
+from ..fused_loss.lazy_logits import HEAD
 from ..joining import choose_joining
 from ..layouts.candidates import Layout
 from ..layouts.positions import has_position_bias, most_positions
 from ..layouts.rows import GRAPH_TOKENS, LEAST_WIDTHS, can_add_rows, padded_tokens
 from ..layouts.samples import SOURCE, TARGET, NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for, plan_memory
+from ..output_layer import ReplacedHead
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
 from ..training_setup import TrainingSetup
 from ..widening import WidthChoice
-from .choice import HEAD, Decision
+from .choice import Decision
 from .decision import (
     BIASED,
     COLLATED,
@@ -38,6 +39,7 @@ from .decision import (
     SpeedPlan,
     is_worth_it,
 )
+from .heads import HeadChoice
 from .kept import EARLIER, KeptDecision, KeptPlan, NotKept, PlanFile, form_of
 from .regions import MOST_SHAPES, MOST_WIDTHS, RegionChoice
 
@@ -58,7 +60,7 @@ class Made(NamedTuple):
 
     plan: SpeedPlan
     layout: Layout | None = None
-    head: PendingHead | None = None
+    head: ReplacedHead | None = None
     padding: float = 0.0
     """The fraction of tokens that are padding and worth removing."""
     coverage: Coverage | None = None
@@ -113,7 +115,9 @@ class Planner:
             batches = choose_joining(made.plan, setup, batches, self._regions.count(batches))
             batches = self._widened(made.plan, batches)
             self._choose_attention(made.plan)
-        return made._replace(region=self._regions.choose(made.plan, batches, made.head))
+        region = self._regions.choose(made.plan, batches, made.head)
+        head = made.head or HeadChoice(setup).choose(made.plan, batches)
+        return made._replace(region=region, head=head)
 
     def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         setup = self._setup
@@ -305,11 +309,12 @@ class Planner:
         proof = decision.refused.get(GRAPHS) or decision.prove_few_shapes()
         if proof.accepted:
             plan.take_back(HEAD, "micro-batches run as CUDA graphs, whose logits are small")
+            decision.head = HeadChoice(setup).padded(plan, decision.prove_few_shapes)
             return None
         plan.graphed, plan.linear_loss, decision.head = False, head is not None, head
         return f"with groups of a few shapes {proof.reason}"
 
-    def _are_logits_small(self, head: PendingHead) -> bool:
+    def _are_logits_small(self, head: ReplacedHead) -> bool:
         """Whether logits of a group, with what their loss keeps, take a small part of the device's memory."""
         total = self._setup.device_memory()
         tokens = GRAPH_TOKENS * LEAST_WIDTHS[TARGET] // LEAST_WIDTHS[SOURCE]

@@ -12,7 +12,7 @@ from ..compile.blocks import repeated_blocks
 from ..compile.preparation import get_ready
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
-from ..fused_loss.lazy_logits import PendingHead
+from ..output_layer import ReplacedHead
 from ..proof.prober import Proof
 from ..proof.region import RegionProver, trial
 from ..training_setup import TrainingSetup
@@ -115,7 +115,7 @@ class RegionChoice:
 
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
-    def choose(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> Region | None:
+    def choose(self, plan: SpeedPlan, batches: Sequence[Any], head: ReplacedHead | None) -> Region | None:
         """The region, proved and measured, if there is one; the plan records the choice and its reason."""
         if self._setup.device.type not in COMPILING_DEVICES or plan.layout != COLLATED:
             return None
@@ -137,7 +137,7 @@ class RegionChoice:
             reason = "the run is too short to recover the cost of compiling"
         return reason
 
-    def _tried(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> tuple[Region | None, str]:
+    def _tried(self, plan: SpeedPlan, batches: Sequence[Any], head: ReplacedHead | None) -> tuple[Region | None, str]:
         setup, region = self._setup, self._setup.region()
         prover = RegionProver(setup, region, in_graph=plan.graphed)
         setup.learn(list(batches))  # what the model is given, such as the number of items, depends on its loss
@@ -176,7 +176,7 @@ class RegionChoice:
         return proof if plan.channels_last else None
 
     def _measured(
-        self, prover: RegionProver, batches: Sequence[Any], head: PendingHead | None, numbers: dict[str, float]
+        self, prover: RegionProver, batches: Sequence[Any], head: ReplacedHead | None, numbers: dict[str, float]
     ) -> str:
         """Why a region is not used, by its time; empty if it is faster."""
 

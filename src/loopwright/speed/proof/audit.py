@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..fused_loss.lazy_logits import PendingHead
+from ..device.prefetch import leaves
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
+from ..output_layer import ReplacedHead
 from ..planner.decision import ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
 from .guard import Coverage, Seen
@@ -31,7 +32,7 @@ class Verification:
         setup: TrainingSetup,
         plan: SpeedPlan,
         layout: Layout | None,
-        head: PendingHead | None,
+        head: ReplacedHead | None,
         *,
         tell: Callable[[str], None],
     ) -> None:
@@ -88,7 +89,7 @@ class Verification:
     def count(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
         """Count an update and, if it is due, compare it both ways; returns the proof if it failed, else None."""
         self.updates += 1
-        tokens = 0 if samples is None else padded_tokens(batches, samples)
+        tokens = _numbers_in(batches) if samples is None else padded_tokens(batches, samples)
         if not self._refused and not is_turn(self.updates, is_small=tokens <= WHOLE_TOKENS):
             return None
         if samples is None or tokens <= WHOLE_TOKENS or self.updates % EVERY == 0:
@@ -136,6 +137,12 @@ class Verification:
             setattr(self, name, state.get(name, 0))
         self._last_audit = state.get("last_audit", 0)
         self.coverage.load(state.get("coverage", []))
+
+
+def _numbers_in(batches: Sequence[Any]) -> int:
+    """The tokens of micro-batches, or the numbers of their largest tensor if they hold more than tokens."""
+    tensors = [leaves(batch) for batch in batches]
+    return sum(max((tensor.numel() for tensor in each), default=0) for each in tensors)
 
 
 def is_turn(update: int, *, is_small: bool) -> bool:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..fused_loss.lazy_logits import PendingHead
 from ..layouts.candidates import Layout
 from ..layouts.rows import PLACES, Limits, longest_row
 from ..layouts.samples import DECODED, IGNORED, SOURCE, Samples, few_of
 from ..memory.token_budget import limits_for
+from ..output_layer import ReplacedHead
 from ..planner.decision import IN_ROWS, ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
 from .distance import half_tolerance
@@ -118,7 +118,7 @@ class Prover:
         return self._prober.prove(candidate, reference, divided=False)
 
     def covered(
-        self, plan: SpeedPlan, layout: Layout, head: PendingHead | None, reference: Reference, limits: Limits
+        self, plan: SpeedPlan, layout: Layout, head: ReplacedHead | None, reference: Reference, limits: Limits
     ) -> Seen:
         """What an update that agreed covers, extended by other lengths and longer rows if they agree too.
 
@@ -190,7 +190,7 @@ class Prover:
         name: str,
         plan: SpeedPlan,
         layout: Layout | None,
-        head: PendingHead | None,
+        head: ReplacedHead | None,
         *,
         limits: Limits | None = None,
         more: Callable[[ExitStack], Any] = lambda stack: None,
@@ -210,7 +210,7 @@ class Prover:
         def prepare(batch: Any) -> Any:
             if head is not None:
                 targets = self._setup.targets_in(batch)
-                known = targets is not None and knows_count(self._setup)
+                known = targets is not None and knows_count(self._setup) and not plan.graphed
                 head.count = int(targets) if known else None  # as in training
             return batch if layout is None else layout.for_model(batch)
 
