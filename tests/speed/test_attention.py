@@ -190,5 +190,6 @@ def test_kernels_are_compiled_once_while_a_proof_in_single_precision_runs(monkey
     for threads in (document_attention._PREPARING, document_attention._UNDER_WAY):
         document_attention._await(threads)
     assert sorted(compiled) == [(name, torch.bfloat16, False) for name in ("forward", "keys", "queries")]
-    job = document_attention.Job(document_attention.Shape.of(q, k), borders, borders[:1], True, 0, 0.25, 0.0)
+    shape, bias = document_attention.Shape.of(q, k), torch.empty(0)
+    job = document_attention.Job(shape, bias, borders, borders, borders[:1], True, 0, 0.25, 0.0)
     assert not document_attention._is_new(job, torch.bfloat16) and document_attention._is_new(job, torch.float16)

@@ -242,7 +242,7 @@ def test_rows_that_are_added_and_count_are_refused(
 
 
 def test_groups_that_cannot_be_recorded_are_groups_still(
-    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, only_groups: None
 ) -> None:
     def fails(function: Any) -> Any:
         raise RuntimeError("not while recording")

@@ -377,7 +377,9 @@ def _padded_batch(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_groups_of_pairs_have_a_padded_layer(is_wrong: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_pairs_have_a_padded_layer(
+    is_wrong: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, only_groups: None
+) -> None:
     pytest.importorskip("transformers")
     if is_wrong:
         wrong = lambda input, weight, bias, classes: F.linear(input, WrongGradient.apply(weight), bias)  # noqa: E731

@@ -2,8 +2,8 @@
 
 The encoder gets the documents of both rows as its mask, the decoder those of its own: transformers passes the mask of
 the encoder to the cross-attention too. A bias for distances between tokens, which T5 computes for all pairs of tokens
-of a row, is computed once for every distance that occurs within a document. Tables of positions, as BART's, are asked
-for the positions within documents.
+of a row, is computed once for every distance that occurs within a document. Tables of positions, as BART's, get the
+positions within documents.
 """
 
 from __future__ import annotations
@@ -179,14 +179,14 @@ class RowPositions:
     def active(self) -> Iterator[None]:
         changed = [pair for pair in self._tables if "forward" not in pair[0].__dict__]
         for module, is_decoder in changed:
-            module.forward = self._asking(module, is_decoder)
+            module.forward = self._replaced(module, is_decoder)
         try:
             yield
         finally:
             for module, _ in changed:
                 del module.forward
 
-    def _asking(self, module: nn.Module, is_decoder: bool) -> Any:
+    def _replaced(self, module: nn.Module, is_decoder: bool) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return type(module).forward(module, *args, **{**kwargs, NAMED: self.places[is_decoder]})
 

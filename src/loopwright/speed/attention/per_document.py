@@ -32,13 +32,14 @@ class AttentionRequest(NamedTuple):
     """Whether gradients must be differentiable again, as those of eager attention are."""
 
 
+@torch._disable_dynamo  # every number of documents would be compiled again
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """Call scaled_dot_product_attention for each document."""
     borders = borders_in(documents)
     return each_document(query, key, value, borders, borders, ask)
 
 
-@torch._disable_dynamo  # every number of documents would be compiled again
+@torch._disable_dynamo
 def each_document(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor, key_borders: Tensor, ask: AttentionRequest, *,
     bias: Tensor | None = None,
