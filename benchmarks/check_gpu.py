@@ -150,7 +150,7 @@ def command(words: list[str]) -> int:
     code = loopwright(words)
     import torch
 
-    peak = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     Path(PEAK).write_text(json.dumps({"peak": peak}))
     return code
 

@@ -6,12 +6,14 @@
 data is evaluated twice: the first call includes all that is proved, recorded or compiled (transformers gets an eighth
 of the data), the second is timed, and repeated while it is short. An arm is void if its loss, or the losses of a few
 samples alone, differ from transformers' (over many tokens, losses of an untrained model would hide a difference), or if
-its logits are further than transformers' from those in single precision. The numbers are written after each arm.
+its logits are further than transformers' from those in single precision. The numbers are written after each arm, and
+those of other arms that the file already has are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import tempfile
@@ -193,8 +195,9 @@ def main() -> None:
     if options.arm:
         child(options, lambda: work(options, options.arm))
         return
-    results: dict[str, Result] = {}
     name = f"evaluation-{options.model}"
+    file = options.json or default_file(name)
+    results: dict[str, Result] = json.loads(file.read_text())["results"] if file.exists() else {}
     started = time.perf_counter()
     for arm in options.arms.split(","):
         results[arm] = run_arm(__file__, arm, words, options.timeout)
@@ -202,7 +205,7 @@ def main() -> None:
         judge(results)
         about = {"model": options.model, "samples": options.samples, "per_device_eval_batch_size": options.batch}
         content = {**described, "benchmark": name, "task": about, "target": TARGETS.get(options.model)}
-        write_json(options.json or default_file(name), {**content, "results": results})
+        write_json(file, {**content, "results": results})
         print(f"{arm}: {results[arm]['process_s']:.1f} s, {time.perf_counter() - started:.1f} s in all", flush=True)
     for arm in results:
         print(line(arm, results[arm]))

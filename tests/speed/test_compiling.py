@@ -15,13 +15,7 @@ from torch import Tensor, nn
 import loopwright
 from loopwright.notices import Notices
 from loopwright.speed.compile import cache as compile_cache
-from loopwright.speed.compile.blocks import (
-    as_written,
-    compile_blocks,
-    have_equal_numbers,
-    repeated_blocks,
-    without_single_ones,
-)
+from loopwright.speed.compile.blocks import as_written, compile_blocks, have_equal_numbers, repeated_blocks
 from loopwright.speed.compile.cache import (
     cache_file,
     cache_key,
@@ -551,19 +545,3 @@ def test_what_is_only_tried_runs_as_it_is_written() -> None:
     assert session.counter.compilations == 0
     assert [block._compiled_call_impl for block in model[0]] == session.calls
     session.finish()
-
-
-def test_a_block_unlike_all_others_is_not_compiled_for_itself() -> None:
-    blocks: list[nn.Module] = [Block(index, 5 if index == 2 else 4) for index in range(6)]
-    assert without_single_ones(blocks) == [*blocks[:2], *blocks[3:]]
-    model = nn.Sequential()
-    model.blocks = nn.ModuleList(blocks)
-    options = {"backend": Counting(), "notices": Notices(strict=False)}
-    assert len(compile_blocks(model, single_ones=False, **options).calls) == 5
-    assert len(compile_blocks(model, **options).calls) == 6
-
-
-def test_blocks_of_many_kinds_are_all_compiled() -> None:
-    blocks: list[nn.Module] = [Block(0, 4), Block(1, 5), Block(2, 6), Block(3, 6), Block(4, 6)]
-    assert without_single_ones(blocks) == blocks  # two of five are unlike all others
-    assert without_single_ones(blocks[:2]) == blocks[:2]

@@ -22,6 +22,7 @@ from loopwright.speed.planner import kept as kept_plans, planner, regions
 from loopwright.speed.planner.cost import Work
 from loopwright.speed.planner.decision import SpeedPlan
 from loopwright.speed.planner.kept import EARLIER, KeptPlan
+from loopwright.speed.proof.guard import Coverage, Seen
 from loopwright.speed.proof.prober import Prober
 from loopwright.speed.proof.prover import NOISE, Prover
 from loopwright.speed.source_code import source_digest
@@ -264,7 +265,8 @@ def test_a_file_of_another_form_or_user_is_ignored(
 
 def test_values_of_another_kind_are_refused() -> None:
     good = {"made_for": "here", "form": "a", "shape": "b", "proved": {"flat": {"loss": 0.0}},
-            "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0}}  # fmt: skip
+            "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0},
+            "shortest": {"source": 2}, "longest": {"source": 9}, "row": 64}  # fmt: skip
     assert KeptPlan.from_json(json.dumps(good).encode()).work == Work(3, 0.1, 0.1, 2.0)
     for path in paths_in(good):
         for kind in ("a string", "a list", "true", "null"):
@@ -301,11 +303,23 @@ def test_only_plans_that_a_later_run_can_prove_are_kept() -> None:
         made.note("fused loss", False, "the logits are used outside the loss")
         return made
 
-    found = KeptPlan.of(plan(), "form", "shape", None)
+    coverage = Coverage()
+    coverage.add(Seen(shortest={"source": 2}, longest={"source": 9}, row=64))
+    found = KeptPlan.of(plan(), coverage, "form", "shape", None)
     assert found is not None and found.proved == {"flat": {"loss": 0.0, NOISE: 0.0}}
-    assert KeptPlan.of(SpeedPlan(compiled=True), "form", "shape", None) is None
+    assert (found.shortest, found.longest, found.row) == ({"source": 2}, {"source": 9}, 64)
+    assert KeptPlan.of(plan(), None, "form", "shape", None) is None, "the whole update was not compared"
+    assert KeptPlan.of(SpeedPlan(compiled=True), coverage, "form", "shape", None) is None
     for each in (plan(graphed=True), plan(activations="full"), plan(noise=0.1), plan(noise=float("nan"))):
-        assert KeptPlan.of(each, "form", "shape", None) is None
+        assert KeptPlan.of(each, coverage, "form", "shape", None) is None
+
+
+def test_lengths_that_an_earlier_run_has_compared_are_covered(tmp_path: Path) -> None:
+    first = run(tmp_path / "first", max_steps=1)
+    again = run(tmp_path / "again", max_steps=1)
+    assert is_taken_over(again)
+    forms = [each.trainer._loopwright.run.speed._verification.coverage.forms for each in (first, again)]
+    assert forms[0] == forms[1]
 
 
 # ---- code -----------------------------------------------------------------------------------------------------------

@@ -351,7 +351,8 @@ def memory_of(trainer: Trainer, before: int) -> dict[str, int]:
     )
     device = trainer.args.device
     if device.type == "cuda":
-        peak, program = torch.cuda.max_memory_reserved(device), 0
+        # Of tensors: torch keeps more in its cache, which depends on the order of shapes, and frees it when needed.
+        peak, program = torch.cuda.max_memory_allocated(device), 0
     else:
         peak, program = int(host_peak() * FRAGMENTATION), max(0, before - weights)
     rest = max(0, peak - program - weights - gradients - optimizer)

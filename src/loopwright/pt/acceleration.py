@@ -223,7 +223,7 @@ class Acceleration(TorchPart):
 
     def _compile_blocks(self, short_rows: bool) -> None:
         self.internals.compiled = compile_as_asked(
-            self.model, self.args, self.notices, dynamic=True, short_rows=short_rows, single_ones=False
+            self.model, self.args, self.notices, dynamic=True, short_rows=short_rows
         )
         self.internals.pacing.follow_compiler()
 

@@ -126,7 +126,6 @@ def compile_as_asked(
     *,
     dynamic: bool | None = None,
     short_rows: bool = False,
-    single_ones: bool = True,
 ) -> Compiled:
     """Compile as the arguments specify, with the compile cache of an earlier run."""
     key = compile_key(model, args)
@@ -139,7 +138,6 @@ def compile_as_asked(
         scope=args.torch_compile_scope,
         max_recompiles=args.max_recompiles,
         short_rows=short_rows,
-        single_ones=single_ones,
         notices=notices,
     )
     session.cache_key = key

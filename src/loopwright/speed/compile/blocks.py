@@ -33,19 +33,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def without_single_ones(blocks: list[nn.Module]) -> list[nn.Module]:
-    """The blocks without those whose parameters are unlike those of all others, if most are alike.
-
-    Such a block would be compiled for itself: T5's first one, which has the table of its position bias.
-    """
-    kinds: dict[Any, list[nn.Module]] = {}
-    for block in blocks:
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-        kinds.setdefault((type(block), shapes), []).append(block)
-    single = {members[0] for members in kinds.values() if len(members) == 1}
-    return blocks if 4 * len(single) > len(blocks) else [block for block in blocks if block not in single]
-
-
 def compile_blocks(
     model: nn.Module,
     *,
@@ -55,18 +42,15 @@ def compile_blocks(
     scope: str = "blocks",
     max_recompiles: int | None = None,
     short_rows: bool = False,
-    single_ones: bool = True,
     notices: Notices,
 ) -> Compiled:
     """Compile each repeated block in place; the whole model if `scope` is "model" or it has no repeated blocks.
 
     `dynamic=True` compiles once for all shapes, False once for each; None starts with the first shape and switches to
     all shapes at the second one. `short_rows`: rows are both below and above a few thousand tokens, where inductor
-    would otherwise choose the fusion by their length, and compile again. `single_ones`: whether blocks that are unlike
-    all others are compiled too.
+    would otherwise choose the fusion by their length, and compile again.
     """
     modules = repeated_blocks(model) if scope == "blocks" else []
-    modules = modules if single_ones else without_single_ones(modules)
     if not modules and scope == "blocks":
         notices.warn_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
     names = {module: name for name, module in model.named_modules()}

@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...core.checkpoint.schema import any_number, maybe, named, number, record, text
+from ...core.checkpoint.schema import any_number, count, maybe, named, number, record, text
 from ...notices import logger
 from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
+from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..proof.distance import HALF, NOISE_APART
-from ..proof.guard import Seen
+from ..proof.guard import Coverage, Seen
 from ..proof.prober import Candidate, Proof, Reference
 from ..proof.prover import NOISE
 from ..training_setup import TrainingSetup
@@ -40,6 +41,8 @@ _FORM = record(
         **dict.fromkeys(("made_for", "form", "shape"), text),
         "proved": named(named(any_number)),
         "work": maybe(named(number(0))),
+        **dict.fromkeys(("shortest", "longest"), named(count())),
+        "row": count(),
     },
     others=False,
 )
@@ -58,20 +61,30 @@ class KeptPlan:
     shape: str = ""
     """The shape of the micro-batch whose work was counted."""
     work: Work | None = None
+    shortest: dict[str, int] = field(default_factory=dict)
+    longest: dict[str, int] = field(default_factory=dict)
+    """The lengths of samples, by axis, that were compared."""
+    row: int = 0
+    """The longest row that was compared."""
 
     @classmethod
-    def of(cls, plan: SpeedPlan, form: str, shape: str, work: Work | None) -> KeptPlan | None:
+    def of(
+        cls, plan: SpeedPlan, coverage: Coverage | None, form: str, shape: str, work: Work | None
+    ) -> KeptPlan | None:
         """What may be kept of a plan that was proved; None if a later run could not use it.
 
         Graphs and recomputation have proofs of their own, which a later run makes itself.
         """
         is_used = plan.layout != COLLATED or plan.linear_loss
-        if not is_used or plan.graphed or plan.activations != "none" or not plan.number(NOISE) <= MOST_NOISE:
+        if coverage is None or not is_used or plan.graphed or plan.activations != "none":
+            return None
+        if not plan.number(NOISE) <= MOST_NOISE:
             return None
         names = {plan.layout, *([HEAD] if plan.linear_loss else [])}
         used = [choice for choice in plan.choices if choice.is_on and choice.name in names]
         proved = {choice.name: _of_few(choice.numbers) for choice in used}
-        return cls(plan.made_for, proved, form, shape, work)
+        seen = next(iter(coverage.forms), Seen())  # of a plan without a layout there are none
+        return cls(plan.made_for, proved, form, shape, work, dict(seen.shortest), dict(seen.longest), seen.row)
 
     @classmethod
     def from_json(cls, content: bytes) -> KeptPlan:
@@ -83,8 +96,7 @@ class KeptPlan:
         work = values["work"]
         if work is not None and set(work) != {each.name for each in fields(Work)}:
             raise ValueError("the plan.work has other names")
-        texts = (values["form"], values["shape"])
-        return cls(values["made_for"], values["proved"], *texts, None if work is None else Work(**work))
+        return cls(**{**values, "work": None if work is None else Work(**work)})
 
 
 def form_of(samples: Samples) -> str:
@@ -173,6 +185,17 @@ class KeptDecision(Decision):
 
     def _prove(self, candidate: Candidate) -> Proof:
         return self._agreed(candidate.name)
+
+    def _covered(self, reference: Reference, limits: Limits) -> Coverage:
+        """This update, and the lengths that an earlier run has compared."""
+        coverage, kept = Coverage(), self._kept
+        if self.layout is not None:
+            seen = self.prover.seen(self.plan, self.layout, self.samples, limits)
+            if kept.longest.keys() == kept.shortest.keys() == seen.longest.keys():
+                seen.cover(kept.shortest, kept.longest)
+                seen.row = max(seen.row, kept.row)
+            coverage.add(seen)
+        return coverage
 
     def _agreed(self, name: str) -> Proof:
         numbers = self._kept.proved.get(name)

@@ -205,8 +205,7 @@ class Planner:
             return made
         made = self._searched(batches, samples, padding, why_collated)
         work = self._regions.count(batches)
-        kept = KeptPlan.of(made.plan, form_of(samples), self._regions.shape_of(batches), work)
-        self._file.save(kept if made.coverage is not None else None)
+        self._file.save(KeptPlan.of(made.plan, made.coverage, form_of(samples), self._regions.shape_of(batches), work))
         return made
 
     def _recall(self, batches: list[Any], samples: Samples) -> None:

@@ -126,9 +126,8 @@ class Prover:
         """
         samples = reference.samples
         assert samples is not None
-        laid = layout.lay(samples, limits, shifts=self._setup.shifts(), fill=plan.fill)
-        row = longest_row(laid.batches) if plan.layout in ONE_ROW else 0
-        seen = Seen.of(samples, row=row)
+        seen = self.seen(plan, layout, samples, limits)
+        row = seen.row
         most = min(2 * row, limits.budget) if self._setup.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
         together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self._sparing(plan))
@@ -139,6 +138,11 @@ class Prover:
         if lengths is not None:
             seen.cover(lengths.shortest, lengths.longest)
         return seen
+
+    def seen(self, plan: SpeedPlan, layout: Layout, samples: Samples, limits: Limits) -> Seen:
+        """What an update that agreed covers by itself."""
+        laid = layout.lay(samples, limits, shifts=self._setup.shifts(), fill=plan.fill)
+        return Seen.of(samples, row=longest_row(laid.batches) if plan.layout in ONE_ROW else 0)
 
     def _sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
         """Recomputes whole blocks on GPUs: rows of the token budget, not compiled, would need more than training."""
