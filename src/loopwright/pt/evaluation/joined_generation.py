@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...notices import Notices, logger
+from ...speed.attention.kernel_choice import without_cudnn
 from ...speed.model_stamp import left_differently
 from .generation_options import GenerationOptions
 from .joined_batches import CannotJoin, Inputs, JoinedRows, lengths_of_results, tokens_in
@@ -203,7 +204,8 @@ class JoinedGeneration:
                 extra=request.options.longest, copies=request.options.beams, budget=max(self._budget, self._largest)
             )
             try:
-                results = [request.generate(rows.pick(group)) for group in groups]
+                with without_cudnn():  # every step of a generation has a new shape
+                    results = [request.generate(rows.pick(group)) for group in groups]
             except torch.OutOfMemoryError:
                 if self._budget <= self._largest:
                     raise
