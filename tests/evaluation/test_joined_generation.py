@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +199,33 @@ def test_fewer_forward_passes(tmp_path: Any) -> None:
     again = fast.predict(data)  # proved already
     np.testing.assert_array_equal(first.predictions, again.predictions)
     assert 0 < TALLY.forwards < alone / 4
+
+
+def test_joined_batches_do_not_use_kernels_that_are_prepared_for_each_shape(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loopwright.pt.evaluation import joined_generation
+
+    within, sizes = [False], set()
+
+    @contextmanager
+    def without_cudnn() -> Any:
+        within[0] = True
+        yield
+        within[0] = False
+
+    monkeypatch.setattr(joined_generation, "without_cudnn", without_cudnn)
+
+    class Watched(Llama):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            sizes.add((within[0], len(input_ids)))
+            return super().forward(input_ids, **kwargs)
+
+    made = trainer(tmp_path, peaked(Watched()), prompts_only, full_determinism=True)
+    made.predict(samples(72))
+    assert joined(made)._is_on
+    largest = {is_within: max(size for where, size in sizes if where is is_within) for is_within in (False, True)}
+    assert largest[True] > largest[False]
 
 
 # ---- models that are not ordinary ------------------------------------------------------------------------------------
