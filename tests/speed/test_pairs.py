@@ -182,6 +182,20 @@ def test_rows_of_sources_and_of_targets_never_have_the_same_length() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_labels_are_kept_if_the_model_writes_to_those_it_is_given(tmp_path: Path) -> None:
+    def writing() -> Any:
+        model = t5()
+
+        def shifted(labels: Tensor) -> Tensor:
+            return model._shift_right(labels.masked_fill_(labels == -100, 0))  # type: ignore[no-any-return]
+
+        model.prepare_decoder_input_ids_from_labels = shifted
+        return model
+
+    options = {"data_collator": without_some_targets, "gradient_accumulation_steps": 1}
+    assert off_and_max(writing, DATA, tmp_path, **options).plan.layout == PAIRED
+
+
 @pytest.mark.parametrize("fill", [False, True])
 def test_rows_have_no_more_documents_than_kernels_support(fill: bool) -> None:
     """Later updates may have more and shorter samples than those that were compared."""

@@ -151,7 +151,7 @@ def lay_pairs(samples: Samples, limits: Limits, *, shift: Callable[[Tensor], Ten
     sources, targets = samples.axes[SOURCE], samples.axes[TARGET]
     tensors = dict(samples.tensors)
     if DECODED not in tensors:
-        tensors[DECODED] = shift(tensors["labels"])
+        tensors[DECODED] = shift(tensors["labels"].clone())  # a function of the user may write to its argument
         targets = replace(targets, names=[*targets.names, DECODED])
     part = _part_to_fill(fill, limits)
     longer = split_into_rows(sources.lengths + targets.lengths, budget=limits.budget)
