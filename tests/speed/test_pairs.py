@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from loopwright.speed.attention import pairs
-from loopwright.speed.attention.varlen import TILE, by_distance
+from loopwright.speed.attention.varlen import MOST_DOCUMENTS, TILE, by_distance
 from loopwright.speed.layouts.candidates import Layout, make_layout
-from loopwright.speed.layouts.rows import Limits
+from loopwright.speed.layouts.rows import Limits, lay_pairs
 from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner.decision import GROUPED, PAIRED
 from tests.speed.architectures import build, collate, samples
@@ -180,6 +180,34 @@ def test_rows_of_sources_and_of_targets_never_have_the_same_length() -> None:
         with layout.active():
             found = torch.autograd.grad(model(**layout.for_model(row)).loss, parameters)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_labels_are_kept_if_the_model_writes_to_those_it_is_given(tmp_path: Path) -> None:
+    def writing() -> Any:
+        model = t5()
+
+        def shifted(labels: Tensor) -> Tensor:
+            return model._shift_right(labels.masked_fill_(labels == -100, 0))  # type: ignore[no-any-return]
+
+        model.prepare_decoder_input_ids_from_labels = shifted
+        return model
+
+    options = {"data_collator": without_some_targets, "gradient_accumulation_steps": 1}
+    assert off_and_max(writing, DATA, tmp_path, **options).plan.layout == PAIRED
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_rows_have_no_more_documents_than_kernels_support(fill: bool) -> None:
+    """Later updates may have more and shorter samples than those that were compared."""
+    ids = torch.full((9000, 1), 5)
+    pair = take_apart([{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}], is_pair=True)
+    laid = lay_pairs(pair, Limits(1 << 20, 0), shift=lambda labels: labels, fill=fill)
+    assert sum(batch["labels"].ne(-100).sum() for batch in laid.batches) == 9000
+    assert np.array_equal(np.concatenate(laid.members), np.arange(9000))
+    assert len(laid.batches) == 3
+    for batch in laid.batches:
+        keys, queries = pairs.as_given(batch["_borders"], batch["_target_borders"]).flatten().chunk(2)
+        assert max(keys.numel(), queries.numel()) - 1 <= MOST_DOCUMENTS
 
 
 def test_wrong_positions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from loopwright.speed.layouts.candidates import Layout, make_layout
 from loopwright.speed.planner.decision import BIASED
+from loopwright.speed.proof.sample_lengths import UNLIMITED, longest_possible
 from loopwright.speed.training_setup import TrainingSetup
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import gradients_of
@@ -46,6 +47,19 @@ def test_loss_and_gradients_are_the_same_and_the_bias_is_in_rows(monkeypatch: py
 @pytest.mark.parametrize(("kind", "task"), [("llama", "causal"), ("bart", "pair")])
 def test_models_without_a_bias_have_no_use_for_it(kind: str, task: str) -> None:
     assert "no position bias" in str(make_layout(BIASED, build(kind, task)))
+
+
+def test_lengths_are_limited_by_a_table_beside_the_bias() -> None:
+    """On a GPU, a position beyond the table would abort the process when longer samples are compared."""
+    from transformers import MPNetConfig, MPNetForSequenceClassification
+
+    assert longest_possible(build("t5", "pair")) == UNLIMITED
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = MPNetForSequenceClassification(MPNetConfig(vocab_size=64, max_position_embeddings=34, **settings))
+    most = longest_possible(model)
+    assert most is not None
+    assert 28 <= most <= 32
+    model(torch.full((1, most), 5))
 
 
 def test_another_attention_is_left_alone() -> None:

@@ -17,7 +17,7 @@ from ..attention.switch import AttentionSwitch
 from ..attention.t5_bias import switch_for
 from ..fused_modules import FusedModules
 from ..planner.decision import BIASED, COLLATED, FLAT, GROUPED, IN_ROWS, LAYOUTS, PAIRED, UNMASKED, UNPADDED
-from .positions import counts_by_row, has_position_bias, most_positions
+from .positions import counts_by_row, most_positions, takes_any_length
 from .rows import (
     BORDERS,
     DECODER_MASK,
@@ -164,7 +164,7 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     """The layout for this model, or the reason why it is not possible."""
     if name in (GROUPED, UNMASKED):
         # A position out of range would abort the process on a GPU; an unknown limit leaves every width as it is.
-        most = None if has_position_bias(model) else most_positions(model, of_sources=True) or 0
+        most = None if takes_any_length(model) else most_positions(model, of_sources=True) or 0
         return Layout(name, most_width=most)
     assert name in LAYOUTS and name != COLLATED
     if name == BIASED:

@@ -30,8 +30,13 @@ def most_positions(model: nn.Module, *, of_sources: bool = False) -> int | None:
 
 
 def has_position_bias(model: nn.Module) -> bool:
-    """Whether attention has a bias for distances between tokens, as T5's: any length is possible then."""
+    """Whether attention has a bias for distances between tokens, as T5's."""
     return any(hasattr(module, "relative_attention_bias") for module in model.modules())
+
+
+def takes_any_length(model: nn.Module) -> bool:
+    """Whether distances between tokens are the only positions, as for T5; MPNet has a table of positions as well."""
+    return has_position_bias(model) and next(_tables(model, of_sources=True), None) is None
 
 
 def _tables(model: nn.Module, of_sources: bool) -> Iterator[int]:

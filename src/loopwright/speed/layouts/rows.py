@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention.document_mask import borders_of
+from ..attention.document_mask import PAD_BORDERS_TO, borders_of
+from ..attention.varlen import MOST_DOCUMENTS
 from .cutting import cut_by_length, cut_into_shapes, split_evenly, split_into_rows
 from .samples import DECODED, IGNORED, SOURCE, TARGET, Axis, Samples
 
@@ -138,6 +139,10 @@ def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> L
     return Laid(batches, sum(batch["input_ids"].numel() for batch in batches), rows)
 
 
+MOST_PAIRS = MOST_DOCUMENTS - PAD_BORDERS_TO - 1
+"""Pairs of a row for which there are kernels: a filler and empty documents are added to them."""
+
+
 def lay_pairs(samples: Samples, limits: Limits, *, shift: Callable[[Tensor], Tensor], fill: bool) -> Laid:
     """Rows of sources and rows of targets without padding; `shift` makes the inputs of the decoder of labels.
 
@@ -146,10 +151,12 @@ def lay_pairs(samples: Samples, limits: Limits, *, shift: Callable[[Tensor], Ten
     sources, targets = samples.axes[SOURCE], samples.axes[TARGET]
     tensors = dict(samples.tensors)
     if DECODED not in tensors:
-        tensors[DECODED] = shift(tensors["labels"])
+        tensors[DECODED] = shift(tensors["labels"].clone())  # a function of the user may write to its argument
         targets = replace(targets, names=[*targets.names, DECODED])
     part = _part_to_fill(fill, limits)
-    rows, batches = split_into_rows(sources.lengths + targets.lengths, budget=limits.budget), []
+    longer = split_into_rows(sources.lengths + targets.lengths, budget=limits.budget)
+    rows = [row for each in longer for row in np.array_split(each, -(-len(each) // MOST_PAIRS))]
+    batches = []
     for row in rows:
         within = slice(int(row[0]), int(row[-1]) + 1)
         batch = _flattened(tensors, sources, within, part, SOURCE_SIDE)

@@ -16,7 +16,7 @@ from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
 from ..fused_loss.lazy_logits import HEAD
 from ..joining import choose_joining
 from ..layouts.candidates import Layout
-from ..layouts.positions import has_position_bias, most_positions
+from ..layouts.positions import most_positions, takes_any_length
 from ..layouts.rows import GRAPH_TOKENS, LEAST_WIDTHS, can_add_rows, padded_tokens
 from ..layouts.samples import SOURCE, TARGET, NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for, plan_memory
@@ -295,7 +295,7 @@ class Planner:
     ) -> str | None:
         """Why groups do not become graphs; if they do, their logits are computed, which are few."""
         setup = self._setup
-        has_limit = has_position_bias(setup.model) or most_positions(setup.model, of_sources=True) is not None
+        has_limit = takes_any_length(setup.model) or most_positions(setup.model, of_sources=True) is not None
         if plan.layout not in (GROUPED, BIASED) or not has_limit or not can_add_rows(samples):
             return "the layout produces micro-batches of many shapes"
         if decision.head is not None and not self._are_logits_small(decision.head):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..layouts.positions import has_position_bias
+from ..layouts.positions import takes_any_length
 from ..layouts.samples import IGNORED, Axis, NoSamples, Samples
 
 POSITIONS = "position_ids"
@@ -87,7 +87,7 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence
 
 def longest_possible(model: nn.Module) -> int | None:
     """Largest number of tokens per sample, from the configuration and the position tables; None if unknown."""
-    if has_position_bias(model):
+    if takes_any_length(model):
         return UNLIMITED  # some of their configurations have a number of positions, which nothing reads
     config = getattr(model, "config", None)
     named = [getattr(config, name, None) for name in LIMITS]
