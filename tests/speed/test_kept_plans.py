@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +20,20 @@ from torch import Tensor, nn
 
 from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.loss.learning import LossLearning
+from loopwright.speed import user_cache
 from loopwright.speed.compile import preparation
+from loopwright.speed.compile.cache import is_cached, load_compile_cache
+from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner import kept as kept_plans, planner, regions
 from loopwright.speed.planner.cost import Work
 from loopwright.speed.planner.decision import SpeedPlan
-from loopwright.speed.planner.kept import EARLIER, KeptPlan
+from loopwright.speed.planner.kept import EARLIER, KeptPlan, form_of
 from loopwright.speed.proof.guard import Coverage, Seen
 from loopwright.speed.proof.prober import Prober
 from loopwright.speed.proof.prover import NOISE, Prover
 from loopwright.speed.source_code import source_digest
 from loopwright.speed.training_setup import TrainingSetup
-from loopwright.speed.user_cache import home, write_signed
+from loopwright.speed.user_cache import home, read_signed, write_signed
 from tests.core.tampering import VALUES, changed, paths_in
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import InOrder, Run, train
@@ -264,19 +270,19 @@ def test_a_file_of_another_form_or_user_is_ignored(
 
 
 def test_values_of_another_kind_are_refused() -> None:
-    good = {"made_for": "here", "form": "a", "shape": "b", "proved": {"flat": {"loss": 0.0}},
+    good = {"made_for": "here", "form": "a", "shape": "b", "code": "c", "proved": {"flat": {"loss": 0.0}},
             "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0},
             "shortest": {"source": 2}, "longest": {"source": 9}, "row": 64}  # fmt: skip
     assert KeptPlan.from_json(json.dumps(good).encode()).work == Work(3, 0.1, 0.1, 2.0)
     for path in paths_in(good):
         for kind in ("a string", "a list", "true", "null"):
             new = changed(good, path, VALUES[kind])
-            is_alike = new is None or (kind == "a string" and path[0] in ("made_for", "form", "shape"))
+            is_alike = new is None or (kind == "a string" and path[0] in ("made_for", "form", "shape", "code"))
             if is_alike or (kind == "null" and path == ("work",)):
                 continue
             with pytest.raises(ValueError):
                 KeptPlan.from_json(new.encode() if isinstance(new, str) else new)
-    for content in (b"[]", b"not json", json.dumps({**good, "code": "x"}).encode()):
+    for content in (b"[]", b"not json", json.dumps({**good, "more": "x"}).encode()):
         with pytest.raises(ValueError):
             KeptPlan.from_json(content)
 
@@ -294,6 +300,53 @@ def test_old_files_are_removed_and_none_is_left_half_written(tmp_path: Path, mon
     run(tmp_path / "first", max_steps=1)
     run(tmp_path / "second", max_steps=1, per_device_train_batch_size=5)
     assert len(files()) == 1 and [each.name for each in files()[0].parent.iterdir()] == [files()[0].name]
+
+
+def test_the_key_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = home() / "plans" / "a.json"
+    with monkeypatch.context() as patched:
+        patched.setattr(user_cache.os, "link", _fails)
+        patched.setattr(user_cache.os, "replace", _fails)
+        with pytest.raises(OSError):
+            write_signed(path, path.name, b"content", most=9)
+    assert not [each for each in home().rglob("*") if each.is_file()], "nothing half-made is left"
+    write_signed(path, path.name, b"content", most=9)
+    assert read_signed(path, path.name) == b"content" and len(user_cache.key_file().read_bytes()) == 32
+    user_cache.key_file().unlink()
+    monkeypatch.setattr(user_cache.os, "link", _fails)  # a file system without hard links
+    write_signed(path, path.name, b"other", most=9)
+    assert read_signed(path, path.name) == b"other"
+
+
+def _fails(*args: Any) -> None:
+    raise OSError("not here")
+
+
+def test_what_a_killed_process_has_left_is_removed() -> None:
+    path = home() / "plans" / "a.json"
+    write_signed(path, path.name, b"content", most=9)
+    old, new = (path.with_name(f".a.json.{name}.partial") for name in ("old", "new"))
+    for each in (old, new):
+        each.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    write_signed(path, path.name, b"content", most=9)
+    assert not old.exists() and new.exists() and path.exists()
+
+
+def test_a_relative_cache_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert home() == tmp_path / ".cache" / "loopwright"
+
+
+def test_a_user_without_a_folder_has_no_compile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(user_cache.Path, "home", _unknown)
+    assert not is_cached("a") and not load_compile_cache("a")
+
+
+def _unknown() -> None:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_only_plans_that_a_later_run_can_prove_are_kept() -> None:
@@ -339,9 +392,6 @@ class Model(nn.Module):
 
 
 def test_the_digest_changes_with_code_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-    import sys
-
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "kept_helper.py").write_text("def scale():\n    return 1.0\n")
     (tmp_path / "kept_model.py").write_text(MODEL.format(helper="kept_helper"))
@@ -365,6 +415,189 @@ def test_code_without_a_file_is_not_identified() -> None:
     assert source_digest(nn.Linear(2, 2)) is not None
 
 
+# ---- values that code reads -----------------------------------------------------------------------------------------
+
+READS = """
+import os
+from types import SimpleNamespace
+import torch
+from torch import nn
+
+FAR = 9
+STRENGTH = 0.0
+SETTINGS = SimpleNamespace(strength=0.0)
+CALLS = {}
+
+
+def strength():
+    return STRENGTH + SETTINGS.strength + float(os.environ.get("KEPT_STRENGTH", "0"))
+
+
+class Norm(nn.Module):
+    \"\"\"Couples tokens far from the start of a sample with the rest of their row.\"\"\"
+
+    of_class = 0.0
+
+    def __init__(self, plain):
+        super().__init__()
+        self.plain, self.added = plain, None
+        self.args, self.options, self.many = SimpleNamespace(strength=0.0), {"strength": 0.0}, [0.0]
+        self.register_buffer("gate", torch.zeros(()))
+        self.frozen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        own = self.of_class + self.args.strength + self.options["strength"] + self.many[0]
+        own = own + self.gate + self.frozen + strength() + (0.0 if self.added is None else self.added())
+        far = (CALLS["positions"] >= FAR).unsqueeze(-1).to(x.dtype)
+        x = self.plain(x)
+        return x + own * far * x.mean(1, keepdim=True)
+
+
+def watch(module, args, kwargs):
+    ids, found = kwargs["input_ids"], kwargs.get("position_ids")
+    CALLS["positions"] = torch.arange(ids.shape[1]).expand(len(ids), -1) if found is None else found
+
+
+watch.__module__ = "transformers.here"  # not a hook that prevents layouts
+
+
+def bound(value):
+    return lambda: value
+
+
+def given(value=0.0):
+    return value
+"""
+
+
+@pytest.fixture
+def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of the user whose layer reads values from many places."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kept_reads.py").write_text(READS)
+    monkeypatch.setenv("KEPT_STRENGTH", "0")
+    yield importlib.import_module("kept_reads")
+    del sys.modules["kept_reads"]
+
+
+def coupled(reads: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = build("llama", "causal")
+    model.model.norm = reads.Norm(model.model.norm)
+    model.model.register_forward_pre_hook(reads.watch, with_kwargs=True)
+    return model
+
+
+def few_long() -> list[dict[str, Tensor]]:
+    """Three updates; only the last has samples of more than nine tokens, fewer than twice those of the first."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [8 - i % 2 for i in range(12)] + [3 + i % 3 for i in range(24)]
+    lengths[25] = lengths[31] = 14
+    rows = [torch.randint(3, 60, (length,), generator=generator) for length in lengths]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()} for row in rows]
+
+
+def test_a_long_sample_is_compared_beside_others_in_its_row(tmp_path: Path, reads: Any) -> None:
+    reads.STRENGTH = 1.0
+    options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "learning_rate": 0.05}
+    fast, plain = (run(tmp_path / s, coupled(reads), few_long(), speed=s, **options) for s in ("max", "off"))
+    assert fast.plan.layout == "flat" and fast.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+VALUES_READ: dict[str, Callable[[Any, Any], Any]] = {
+    "global": lambda here, norm: setattr(here, "STRENGTH", 1.0),
+    "global object": lambda here, norm: setattr(here.SETTINGS, "strength", 1.0),
+    "environment": lambda here, norm: os.environ.update(KEPT_STRENGTH="1"),
+    "class": lambda here, norm: setattr(here.Norm, "of_class", 1.0),
+    "namespace": lambda here, norm: setattr(norm.args, "strength", 1.0),
+    "dictionary": lambda here, norm: norm.options.update(strength=1.0),
+    "list": lambda here, norm: norm.many.__setitem__(0, 1.0),
+    "buffer": lambda here, norm: norm.gate.fill_(1.0),
+    "frozen weight": lambda here, norm: norm.frozen.data.fill_(1.0),
+    "bound variable": lambda here, norm: setattr(norm, "added", here.bound(1.0)),
+    "bound argument": lambda here, norm: setattr(norm, "added", functools.partial(here.given, 1.0)),
+}
+
+
+@pytest.mark.parametrize("place", VALUES_READ)
+def test_a_plan_is_not_used_if_code_reads_another_value(place: str, tmp_path: Path, reads: Any) -> None:
+    def model() -> nn.Module:
+        made = coupled(reads)
+        added = {"bound variable": reads.bound(0.0), "bound argument": functools.partial(reads.given)}
+        made.model.norm.added = added.get(place)
+        return made
+
+    options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 1}
+    for name in ("first", "second"):
+        reads.CALLS.clear()
+        found = run(tmp_path / name, model(), few_long(), **options)
+    assert found.plan.layout == "flat" and is_taken_over(found)
+    reads.CALLS.clear()
+    other = model()
+    VALUES_READ[place](reads, other.model.norm)
+    assert not is_taken_over(run(tmp_path / "other", other, few_long(), **options))
+
+
+class Weighted(InOrder):
+    """A trainer with a setting of its own."""
+
+    weight = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own = {"weight": Weighted.weight}
+
+
+class Tagged:
+    """A collator with a setting of its own."""
+
+    def __init__(self, value: float) -> None:
+        self.options = {"value": value}
+
+    def __call__(self, rows: Any) -> dict[str, Tensor]:
+        return collate(rows)
+
+
+def test_settings_of_trainer_and_collator_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(name: str, value: float) -> bool:
+        return is_taken_over(run(tmp_path / name, kind=Weighted, data_collator=Tagged(value), max_steps=1))
+
+    assert [taken("a", 0.0), taken("b", 0.0), taken("c", 1.0), taken("d", 1.0)] == [False, True, False, True]
+    monkeypatch.setattr(Weighted, "weight", 1.0)
+    assert not taken("e", 1.0)
+
+
+def test_the_value_of_a_constant_is_part_of_the_form() -> None:
+    batch = collate(samples(4, "causal"))
+    updates = [[{**batch, "scale": scale}] for scale in (0.0, 1.0, 0.0)]
+    one, other, again = (form_of(take_apart(each, is_pair=False, counts_trailing=True)) for each in updates)
+    assert one == again != other
+
+
+def test_a_function_replaced_in_a_library_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = source_digest(nn.Linear(2, 2))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)
+    assert source_digest(nn.Linear(2, 2)) != before
+
+
+def test_code_that_a_forward_imports_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Late(InOrder):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) * importlib.import_module("kept_late").factor()
+
+    def taken(name: str, text: str) -> bool:
+        (tmp_path / "kept_late.py").write_text(text)
+        importlib.invalidate_caches()
+        sys.modules.pop("kept_late", None)
+        return is_taken_over(run(tmp_path / name, kind=Late, max_steps=1))
+
+    one, other = ("def factor():\n    return 1.0\n", "def factor():\n    return 1.0 + 0.0\n")
+    assert [taken("a", one), taken("b", one), taken("c", other), taken("d", other)] == [False, True, False, True]
+    del sys.modules["kept_late"]
+
+
 # ---- the compiler ---------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +610,28 @@ def test_the_compiler_is_prepared_once_in_a_thread(monkeypatch: pytest.MonkeyPat
         preparation.get_ready()
     preparation.await_compiler()
     assert calls == [1]
+
+
+def test_a_fork_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    monkeypatch.setattr(preparation, "_STARTED", [])
+    monkeypatch.setattr(preparation, "_prepare", lambda: (time.sleep(0.3), done.append(1)))
+    preparation.get_ready()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if done else 1)
+    assert os.waitpid(child, 0)[1] == 0, "it was made in the middle of an import"
+
+
+def test_without_another_thread_the_compiler_is_imported_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(preparation, "_STARTED", [])
+    monkeypatch.setattr(preparation.Thread, "start", cannot)
+    preparation.get_ready()
+    preparation.await_compiler()
+    assert preparation._STARTED == []
 
 
 def test_on_a_gpu_the_second_run_prepares_the_compiler_before_it_learns_the_loss(

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..speed.cuda_graphs.recorder import cannot_capture
 from ..speed.engine import SpeedEngine
 from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
-from ..speed.model_stamp import fingerprint, hooks_of, is_foreign, plain_settings
+from ..speed.model_stamp import described, fingerprint, hooks_of, is_foreign, plain_settings
 from ..speed.planner.decision import SpeedPlan
 from ..speed.planner.planner import VARYING_DEVICES
 from ..speed.source_code import source_digest
@@ -71,6 +72,8 @@ PLANNED_BY = (
     "label_smoothing_factor", "average_tokens_across_devices",
 )  # fmt: skip
 """Arguments on which the proofs of a plan depend."""
+DATA = ("train_dataset", "eval_dataset")
+"""Attributes of a trainer on which they do not."""
 
 
 class Acceleration(TorchPart):
@@ -175,6 +178,7 @@ class Acceleration(TorchPart):
             free_memory=self.strategy.free_memory,
             identity=self._identity,
             plan_key=self._plan_key,
+            code_key=self._code_key,
             wants_test=lambda batches: self.run.accounting.wants_test(batches),
             why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
             recount=lambda update: self.internals.loss.count_update(update),
@@ -189,17 +193,30 @@ class Acceleration(TorchPart):
 
     def _plan_key(self) -> str | None:
         """Identifies what a plan depends on, for later runs of the same model; None if it is not kept for them."""
-        args, trainer = self.args, self.trainer
+        args = self.args
         if args.full_determinism or self.strategy.world_size > 1 or os.environ.get(KEEPING) == "off":
             return None
-        model = without_wrappers(self.model)
-        attention = _attention_of(getattr(innermost(self.model), "config", None))
-        code = source_digest(model, trainer, trainer.data_collator, trainer.compute_loss_func, attention)
+        code = self._code_key(with_values=True)
         if code is None:
             return None
+        model = without_wrappers(self.model)
         options = [repr(getattr(args, name, None)) for name in PLANNED_BY]
         precision = (torch.get_float32_matmul_precision(), torch.get_default_dtype())
-        return cache_key(model, self.device, code, self._identity(), plain_settings(model), options, precision)
+        settings = (plain_settings(model), self._settings_of_user())
+        return cache_key(model, self.device, code, self._identity(), settings, options, precision)
+
+    def _code_key(self, *, with_values: bool = False) -> str | None:
+        """A digest of the code that computes the loss, as far as it is imported; None if it is not all in files."""
+        trainer, attention = self.trainer, _attention_of(getattr(innermost(self.model), "config", None))
+        others = (trainer, trainer.data_collator, trainer.compute_loss_func, attention)
+        return source_digest(without_wrappers(self.model), *others, with_values=with_values)
+
+    def _settings_of_user(self) -> list[str]:
+        """What the user's own loss may read: arguments, attributes of the trainer and of the collator."""
+        known = {each.name for each in fields(TrainingArguments)}
+        arguments = {name: value for name, value in vars(self.args).items() if name not in known}
+        own = {name: value for name, value in vars(self.trainer).items() if name not in DATA}
+        return [described(each) for each in (arguments, own, getattr(self.trainer.data_collator, "__dict__", {}))]
 
     def training_objects(self) -> tuple[Any, ...]:
         """Objects that callbacks may replace during a run; the plan is checked again if one changes."""

@@ -7,7 +7,7 @@ import hashlib
 import operator
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
 
@@ -153,16 +153,45 @@ class ModelStamp:
 
 
 def plain_settings(model: nn.Module) -> str:
-    """A digest of the numbers and texts on modules and configurations, such as dropout rates; modes do not count."""
+    """A digest of what modules and configurations have besides weights, such as dropout rates; modes do not count."""
     places = [(name, module.__dict__) for name, module in model.named_modules()]
+    places += [(name, module._buffers) for name, module in model.named_modules()]
     places += [(name, config.__dict__) for name, config in configs_of(model)]
     found = [
-        (name, key, repr(value))
+        (name, key, described(value))
         for name, place in places
         for key, value in place.items()
-        if isinstance(value, PLAIN) and key not in ("training", *NOT_OURS)
+        if key not in OF_MODULES and key not in NOT_OURS
     ]
+    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
+    found += [("frozen", name, described(weight.data)) for name, weight in frozen]
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
+
+
+def described(value: Any, depth: int = 0) -> str:
+    """A text that is the same in another process: of plain values and short tensors their contents, of containers and
+    objects of the user what they hold, of anything else its class."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        shows = value.numel() <= FEW and type(value) in (Tensor, nn.Parameter) and value.device.type != "meta"
+        return f"{tuple(value.shape)} {value.dtype} {value.tolist() if shows else ''}"
+    if isinstance(value, FUNCTIONS) or isinstance(value, type):
+        return _name_of(value)
+    if depth < DEEPEST and isinstance(value, Mapping):
+        return _joined(value, (f"{key}: {described(each, depth + 1)}" for key, each in islice(value.items(), FEW)))
+    if depth < DEEPEST and isinstance(value, (set, frozenset)):
+        return _joined(value, sorted(described(each, depth + 1) for each in value)[:FEW])
+    if depth < DEEPEST and isinstance(value, (list, tuple, deque)):
+        return _joined(value, (described(each, depth + 1) for each in islice(value, FEW)))
+    kind = type(value).__name__
+    if depth < DEEPEST and hasattr(value, "__dict__") and not _is_of_a_library(value):
+        return f"{kind} {described(dict(vars(value)), depth + 1)}"
+    return kind
+
+
+def _joined(values: Sized, texts: Iterable[str]) -> str:
+    return f"{len(values)} [{', '.join(texts)}]"
 
 
 def _id_of_users(function: Any) -> int | None:

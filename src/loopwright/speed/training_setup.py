@@ -89,6 +89,8 @@ class TrainingSetup:
     """Whether a choice may depend on measured times."""
     plan_key: Callable[[], str | None] = lambda: None
     """Identifies model, code, device and settings for which a plan is kept for later runs; None if it is not kept."""
+    code_key: Callable[[], str | None] = lambda: None
+    """Identifies the code that computes the loss, as far as it is imported now."""
     is_warm: Callable[[], bool] = lambda: False
     """Whether compiled code of an earlier run of this model is in the cache."""
 

@@ -11,9 +11,15 @@ import hmac
 import os
 import secrets
 import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SIGNATURE = 32
+PARTIAL = ".partial"
+ABANDONED = 3600.0
+"""Seconds after which a partial file is that of a process that was killed."""
 
 
 class NotOurs(Exception):
@@ -22,7 +28,8 @@ class NotOurs(Exception):
 
 def home() -> Path:
     """The folder of this library in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loopwright"
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "loopwright"
 
 
 def key_file() -> Path:
@@ -33,10 +40,8 @@ def key_file() -> Path:
 def write_signed(path: Path, name: str, content: bytes, *, most: int) -> None:
     """Write a file at once, and remove the oldest of its folder if there are more than `most` of its kind."""
     _make_private(path.parent)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(_signature(name, content) + content)
-    os.replace(partial, path)
+    with _partial(path, _signature(name, content) + content) as partial:
+        os.replace(partial, path)
     _remove_old(path.parent, path.suffix, most)
 
 
@@ -50,6 +55,18 @@ def read_signed(path: Path, name: str) -> bytes:
     if not hmac.compare_digest(signature, _signature(name, content)):
         raise NotOurs("was not written by this user (or is damaged) and is ignored; remove it")
     return content
+
+
+@contextmanager
+def _partial(path: Path, content: bytes) -> Iterator[Path]:
+    """A complete file beside a path, to be moved there; what is left of it is removed."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _make_private(folder: Path) -> None:
@@ -68,7 +85,8 @@ def _is_private(path: Path) -> bool:
 
 def _remove_old(folder: Path, suffix: str, most: int) -> None:
     files = sorted(folder.glob(f"*{suffix}"), key=_written)
-    for path in files[:-most]:
+    left = [path for path in folder.glob(f".*{PARTIAL}") if _written(path) < time.time() - ABANDONED]
+    for path in (*files[:-most], *left):
         path.unlink(missing_ok=True)
 
 
@@ -79,6 +97,16 @@ def _written(path: Path) -> float:
         return 0.0
 
 
+def _move_new(partial: Path, path: Path) -> None:
+    """Give a file its name; raises `FileExistsError` if there is one, where file systems can tell."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links here
+        os.replace(partial, path)
+
+
 def _signature(name: str, content: bytes) -> bytes:
     """Of the name as well: a file under the name of another is not valid."""
     return hmac.new(_key(), name.encode() + content, hashlib.sha256).digest()
@@ -87,11 +115,9 @@ def _signature(name: str, content: bytes) -> bytes:
 def _key() -> bytes:
     path = key_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(SIGNATURE))
-    except FileExistsError:
-        pass
+    if not path.exists():
+        with _partial(path, secrets.token_bytes(SIGNATURE)) as partial, suppress(FileExistsError):
+            _move_new(partial, path)
     if not _is_private(path):
         raise PermissionError(f"{path} belongs to, or can be changed by, another user; remove it")
     key = path.read_bytes()

@@ -62,8 +62,9 @@ def save_compile_cache(key: str) -> Path | None:
 
 def load_compile_cache(key: str) -> bool:
     """Load the compile cache of an earlier run; returns whether there was one."""
-    path = cache_file(key)
+    path: Path | str = "the cache folder"
     try:
+        path = cache_file(key)
         if not path.is_file():
             return False
         artifacts = read_signed(path, key)
@@ -78,7 +79,10 @@ def load_compile_cache(key: str) -> bool:
 
 def is_cached(key: str) -> bool:
     """Whether there is a cache under this key; it is checked when it is loaded."""
-    return cache_file(key).is_file()
+    try:
+        return cache_file(key).is_file()
+    except (OSError, RuntimeError):  # the user has no folder
+        return False
 
 
 def cache_file(key: str) -> Path:

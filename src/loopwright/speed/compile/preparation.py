@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 
 _LOCK = Lock()
 _STARTED: list[Thread] = []
 """The thread that prepares the compiler; it is started once in a process."""
+LONGEST = 60.0
+"""Seconds that a fork waits for it."""
 
 
 def get_ready() -> None:
@@ -15,8 +18,10 @@ def get_ready() -> None:
     with _LOCK:
         if not _STARTED:
             # Not a daemon: a process that ends in the middle of an import could crash.
-            _STARTED.append(Thread(target=_prepare, name="loopwright-compiler"))
-            _STARTED[0].start()
+            thread = Thread(target=_prepare, name="loopwright-compiler")
+            with suppress(RuntimeError):  # there can be no more threads: it is imported where it is used
+                thread.start()
+                _STARTED.append(thread)
 
 
 def await_compiler() -> None:
@@ -27,6 +32,17 @@ def await_compiler() -> None:
     """
     for thread in _STARTED:
         thread.join()
+
+
+def _before_fork() -> None:
+    """A child process made in the middle of an import, such as a loader's, would wait for that import forever."""
+    for thread in _STARTED:
+        if thread is not current_thread():
+            thread.join(LONGEST)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 def _prepare() -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
+from ..model_stamp import described
 from ..proof.distance import HALF, NOISE_APART
 from ..proof.guard import Coverage, Seen
 from ..proof.prober import Candidate, Proof, Reference
@@ -38,7 +39,7 @@ MOST_NOISE = HALF.gradient / NOISE_APART
 EARLIER = "plan of an earlier run"
 _FORM = record(
     {
-        **dict.fromkeys(("made_for", "form", "shape"), text),
+        **dict.fromkeys(("made_for", "form", "shape", "code"), text),
         "proved": named(named(any_number)),
         "work": maybe(named(number(0))),
         **dict.fromkeys(("shortest", "longest"), named(count())),
@@ -66,6 +67,8 @@ class KeptPlan:
     """The lengths of samples, by axis, that were compared."""
     row: int = 0
     """The longest row that was compared."""
+    code: str = ""
+    """The code as it was imported after the comparisons: a forward may import more than there was before."""
 
     @classmethod
     def of(
@@ -103,7 +106,8 @@ def form_of(samples: Samples) -> str:
     """Names, kinds and padding of the entries of an update, and whether its rows hold several samples: for others, the
     tests on a few samples may give another result."""
     seen = Seen.of(samples, row=0)
-    parts = [sorted(seen.entries.items()), sorted(seen.constants), sorted(seen.paddings.items()), seen.sides]
+    constants = sorted((name, described(value)) for name, value in seen.constants.items())
+    parts = [sorted(seen.entries.items()), constants, sorted(seen.paddings.items()), seen.sides]
     return hashlib.sha256(repr([*parts, seen.counts_first, samples.share_rows()]).encode()).hexdigest()
 
 
@@ -144,10 +148,19 @@ class PlanFile:
             if kept is None:
                 path.unlink(missing_ok=True)
                 return
+            kept = replace(kept, code=self._setup.code_key() or "")
             content = json.dumps(asdict(kept), sort_keys=True).encode()
             write_signed(path, path.name, content, most=MOST_FILES)
         except Exception as error:  # a run must not fail because of what is kept for the next one
             _tell(f"could not be saved: {type(error).__name__}: {error}")
+
+    def fits(self, kept: KeptPlan) -> bool:
+        """Whether what was loaded is for the code that a comparison has now imported."""
+        try:
+            return kept.code == (self._setup.code_key() or "")
+        except Exception as error:  # the plan is made from the beginning
+            _tell(f"could not be used: {type(error).__name__}: {error}")
+            return False
 
     def _path(self) -> Path | None:
         if not self._has_key:

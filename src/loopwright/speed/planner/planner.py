@@ -232,6 +232,8 @@ class Planner:
         found = decision.prove_update() if plan.layout != COLLATED or plan.linear_loss else None
         if not isinstance(found, Coverage) or (decision.head is not None and decision.head.logits_were_used):
             return None
+        if not self._file.fits(kept):
+            return None
         plan.note(EARLIER, True, "this step was compared again, and agrees")
         self.choose_compiling(plan)
         return Made(plan, decision.layout, decision.head, padding, found)

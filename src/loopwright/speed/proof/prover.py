@@ -165,10 +165,10 @@ class Prover:
             chosen = joined([long, usual, short], samples.paddings, on_left=on_left)
             batches = [self._setup.to_device(chosen.padded())]
             reference = self._prober.reference(chosen, batches, self._setting(), repeats=False)
-            proof = self._prober.prove(candidate, reference, divided=True)
+            proofs = [self._prober.prove(each, reference, divided=True) for each in _apart_and_together(candidate)]
         except Exception:  # such samples cannot be made or run: real ones will be compared when they occur
             return None
-        if not proof.accepted:
+        if not all(proof.accepted for proof in proofs):
             return None
         axes = chosen.axes.items()
         return Lengths(*({key: int(pick(axis.lengths)) for key, axis in axes} for pick in (np.min, np.max)))
@@ -243,6 +243,12 @@ class Prover:
         limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest, spare_rows=1)
         laid = layout.lay(samples, limits, shifts=setup.shifts(), fill=plan.fill)
         return [setup.to_device(batch) for batch in laid.batches]
+
+
+def _apart_and_together(candidate: Candidate) -> list[Candidate]:
+    """Laid out in small micro-batches, where the longest sample has a row to itself, and in one."""
+    together = candidate.lay_together
+    return [candidate, *([replace(candidate, lay=together)] if together is not None else [])]
 
 
 def knows_count(setup: TrainingSetup) -> bool:
