@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.loss.learning import LossLearning
 from loopwright.speed import user_cache
-from loopwright.speed.compile import preparation
 from loopwright.speed.compile.cache import is_cached, load_compile_cache
 from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner import kept as kept_plans, planner, regions
@@ -601,39 +599,6 @@ def test_code_that_a_forward_imports_counts(tmp_path: Path, monkeypatch: pytest.
 # ---- the compiler ---------------------------------------------------------------------------------------------------
 
 
-def test_the_compiler_is_prepared_once_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(preparation, "_STARTED", [])
-    monkeypatch.setattr(preparation, "_prepare", lambda: calls.append(1))
-    preparation.await_compiler()
-    for _ in range(2):
-        preparation.get_ready()
-    preparation.await_compiler()
-    assert calls == [1]
-
-
-def test_a_fork_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[int] = []
-    monkeypatch.setattr(preparation, "_STARTED", [])
-    monkeypatch.setattr(preparation, "_prepare", lambda: (time.sleep(0.3), done.append(1)))
-    preparation.get_ready()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if done else 1)
-    assert os.waitpid(child, 0)[1] == 0, "it was made in the middle of an import"
-
-
-def test_without_another_thread_the_compiler_is_imported_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(self: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(preparation, "_STARTED", [])
-    monkeypatch.setattr(preparation.Thread, "start", cannot)
-    preparation.get_ready()
-    preparation.await_compiler()
-    assert preparation._STARTED == []
-
-
 def test_on_a_gpu_the_second_run_prepares_the_compiler_before_it_learns_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Counter[str]
 ) -> None:
@@ -662,7 +627,9 @@ def _noting(method: Callable[..., Any], name: str, events: list[str]) -> Callabl
 
 
 def test_a_run_on_a_cpu_does_not_prepare_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "_STARTED", [])
+    events: list[str] = []
+    for module in (planner, regions):
+        monkeypatch.setattr(module, "get_ready", lambda: events.append("prepared"))
     for name in ("first", "second"):
         run(tmp_path / name)
-    assert preparation._STARTED == []
+    assert events == []

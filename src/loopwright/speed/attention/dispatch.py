@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compile.preparation import await_compiler
 from ..proof.dropout import dropout_is_off
 from . import varlen as document_attention
 from .document_mask import borders_in, is_documents, longest_in, pattern_in
@@ -177,7 +176,6 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: A
 def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    await_compiler()
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from ...notices import Notices
 from .cache import save_compile_cache
-from .preparation import await_compiler
 from .recompiles import RecompileCounter
 
 SCOPES = ("blocks", "model")
@@ -31,6 +30,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             blocks.extend(module)
             inside.update(child for block in module for child in block.modules())
     return blocks
+
+
+def get_ready() -> None:
+    """Start inductor's worker processes, which takes seconds, while other work is done."""
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # inductor starts them when it needs them
+        return
+    maybe_warm_pool()
 
 
 def compile_blocks(
@@ -103,7 +111,6 @@ class Compiled:
 
     def begin(self, blocks: int, *, short_rows: bool = False, constant_numbers: bool = False) -> None:
         """Count compilations, and change torch's settings so that there are few."""
-        await_compiler()
         self.counter.start()
         more = [*(_one_fusion() if short_rows else []), *(_constant_numbers() if constant_numbers else [])]
         for config, name, value in [*_settings(blocks), *more]:

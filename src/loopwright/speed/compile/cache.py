@@ -17,7 +17,6 @@ from torch import nn
 
 from ...notices import logger
 from ..user_cache import NotOurs, home, read_signed, write_signed
-from .preparation import await_compiler
 
 MOST_FILES = 64
 """Files that are kept, the latest ones."""
@@ -48,7 +47,6 @@ def _version_of(package: str) -> str | None:
 def save_compile_cache(key: str) -> Path | None:
     """Write this process's compile cache under a key; returns the file, or None if nothing was written."""
     try:
-        await_compiler()
         artifacts = torch.compiler.save_cache_artifacts()
         if artifacts is None:
             return None
@@ -68,7 +66,6 @@ def load_compile_cache(key: str) -> bool:
         if not path.is_file():
             return False
         artifacts = read_signed(path, key)
-        await_compiler()
         return torch.compiler.load_cache_artifacts(artifacts) is not None
     except NotOurs as reason:
         _tell(f"in {path} {reason}")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentsError
 from ...notices import logger
-from ..compile.preparation import await_compiler
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 """e4m3 for activations and weights, which need precision; e5m2 for gradients, which need range."""
@@ -227,7 +226,6 @@ class _Fused:
         if x.device.type != "cuda" or torch.compiler.is_compiling():
             return self._plain(x, *rest)
         if self._compiled is None:
-            await_compiler()
             self._compiled = torch.compile(self._plain, dynamic=True)
         return self._compiled(x, *rest)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..attention.kernel_choice import VARIED
-from ..compile.preparation import get_ready
+from ..compile.blocks import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..channels_last import CHANNELS_LAST, images_last, may_help
-from ..compile.blocks import repeated_blocks
-from ..compile.preparation import get_ready
+from ..compile.blocks import get_ready, repeated_blocks
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
 from ..output_layer import ReplacedHead
@@ -56,10 +55,7 @@ class RegionChoice:
     def waits(self, batches: Sequence[Any]) -> bool:
         """Whether more updates are needed to see if shapes repeat."""
         needed = 1 if self._setup.level == "max" else LOOKS
-        if self._why_not_possible() is not None or self.looks >= needed or not self._pays(batches):
-            return False
-        get_ready()
-        return True
+        return self._why_not_possible() is None and self.looks < needed and self._pays(batches)
 
     def _why_not_possible(self) -> str | None:
         setup = self._setup
