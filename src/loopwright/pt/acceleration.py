@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +20,16 @@ from ..core.user_code.overrides import is_overridden
 from ..notices import logger
 from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks
-from ..speed.compile.cache import cache_key, is_cached, load_compile_cache
+from ..speed.compile.cache import is_cached, load_compile_cache
 from ..speed.compile.region import Region
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
 from ..speed.engine import SpeedEngine
 from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
-from ..speed.model_stamp import described, fingerprint, hooks_of, is_foreign, plain_settings
+from ..speed.model_stamp import fingerprint, hooks_of, is_foreign
 from ..speed.planner.decision import SpeedPlan
 from ..speed.planner.planner import VARYING_DEVICES
-from ..speed.source_code import source_digest
 from ..speed.training_setup import TrainingSetup
 from .arguments import TrainingArguments
 from .data.columns import innermost, without_wrappers
@@ -45,6 +41,7 @@ from .loss.targets import check_loss
 from .measure.token_counter import operations_per_token
 from .model.options import checkpoint_activations, compile_as_asked, compile_key, recomputing_policies
 from .part import TorchPart
+from .plan_key import code_key, plan_key
 from .precision import Autocast, Precision
 from .sandbox import sandbox
 
@@ -62,18 +59,6 @@ KEEP_INPUTS = {
     "compute_loss_context_manager": "compute_loss_context_manager is overridden",
 }
 """Overrides that see the model's inputs; with one of them, only the number of samples per micro-batch may change."""
-
-
-KEEPING = "LOOPWRIGHT_KEPT_PLANS"
-"""The environment variable that turns off, with "off", what is kept of plans for later runs."""
-PLANNED_BY = (
-    "speed", "bf16", "fp16", "fp8", "tf32", "train_batch_size", "gradient_accumulation_steps", "batch_packing",
-    "per_device_train_batch_tokens", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile",
-    "label_smoothing_factor", "average_tokens_across_devices",
-)  # fmt: skip
-"""Arguments on which the proofs of a plan depend."""
-DATA = ("train_dataset", "eval_dataset")
-"""Attributes of a trainer on which they do not."""
 
 
 class Acceleration(TorchPart):
@@ -178,7 +163,7 @@ class Acceleration(TorchPart):
             free_memory=self.strategy.free_memory,
             identity=self._identity,
             plan_key=self._plan_key,
-            code_key=self._code_key,
+            code_key=lambda: code_key(self.trainer, self.model),
             wants_test=lambda batches: self.run.accounting.wants_test(batches),
             why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
             recount=lambda update: self.internals.loss.count_update(update),
@@ -193,30 +178,9 @@ class Acceleration(TorchPart):
 
     def _plan_key(self) -> str | None:
         """Identifies what a plan depends on, for later runs of the same model; None if it is not kept for them."""
-        args = self.args
-        if args.full_determinism or self.strategy.world_size > 1 or os.environ.get(KEEPING) == "off":
+        if self.args.full_determinism or self.strategy.world_size > 1:
             return None
-        code = self._code_key(with_values=True)
-        if code is None:
-            return None
-        model = without_wrappers(self.model)
-        options = [repr(getattr(args, name, None)) for name in PLANNED_BY]
-        precision = (torch.get_float32_matmul_precision(), torch.get_default_dtype())
-        settings = (plain_settings(model), self._settings_of_user())
-        return cache_key(model, self.device, code, self._identity(), settings, options, precision)
-
-    def _code_key(self, *, with_values: bool = False) -> str | None:
-        """A digest of the code that computes the loss, as far as it is imported; None if it is not all in files."""
-        trainer, attention = self.trainer, _attention_of(getattr(innermost(self.model), "config", None))
-        others = (trainer, trainer.data_collator, trainer.compute_loss_func, attention)
-        return source_digest(without_wrappers(self.model), *others, with_values=with_values)
-
-    def _settings_of_user(self) -> list[str]:
-        """What the user's own loss may read: arguments, attributes of the trainer and of the collator."""
-        known = {each.name for each in fields(TrainingArguments)}
-        arguments = {name: value for name, value in vars(self.args).items() if name not in known}
-        own = {name: value for name, value in vars(self.trainer).items() if name not in DATA}
-        return [described(each) for each in (arguments, own, getattr(self.trainer.data_collator, "__dict__", {}))]
+        return plan_key(self.trainer, self.model, self.args, identity=self._identity())
 
     def training_objects(self) -> tuple[Any, ...]:
         """Objects that callbacks may replace during a run; the plan is checked again if one changes."""
@@ -388,13 +352,6 @@ def hooked_parameter(model: nn.Module) -> str | None:
         if any(is_foreign(hook) for hooks in hooks_of(parameter) for hook in hooks.values()):
             return name
     return None
-
-
-def _attention_of(config: Any) -> Any:
-    """The function that transformers calls for the attention of a model; a user may have registered it."""
-    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
-    name = getattr(config, "_attn_implementation", None)
-    return functions.get(name) if functions is not None and isinstance(name, str) else None
 
 
 def _may_record(args: TrainingArguments) -> bool:

@@ -27,7 +27,7 @@ OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 REPLACEABLE = ("torch", "transformers", "numpy", "peft")
-"""Libraries in whose modules a function of the user may replace theirs."""
+"""Libraries in whose modules the user may have replaced functions."""
 
 
 def source_digest(model: nn.Module, *others: Any, with_values: bool = True) -> str | None:

@@ -98,7 +98,7 @@ def _written(path: Path) -> float:
 
 
 def _move_new(partial: Path, path: Path) -> None:
-    """Give a file its name; raises `FileExistsError` if there is one, where file systems can tell."""
+    """Give a file its name; raises `FileExistsError` if it exists and the file system has hard links."""
     try:
         os.link(partial, path)
     except FileExistsError:
