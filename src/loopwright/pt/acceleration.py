@@ -37,11 +37,11 @@ from .device_traits import kind_of
 from .devices import total_memory
 from .loss.accounting import divided
 from .loss.identity import stamp_of
+from .loss.plan_key import code_key, plan_key
 from .loss.targets import check_loss
 from .measure.token_counter import operations_per_token
 from .model.options import checkpoint_activations, compile_as_asked, compile_key, recomputing_policies
 from .part import TorchPart
-from .plan_key import code_key, plan_key
 from .precision import Autocast, Precision
 from .sandbox import sandbox
 

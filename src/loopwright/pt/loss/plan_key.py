@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..speed.compile.cache import cache_key
-from ..speed.model_stamp import described, plain_settings
-from ..speed.source_code import source_digest
-from .arguments import TrainingArguments
-from .data.columns import innermost, without_wrappers
+from ...speed.compile.cache import cache_key
+from ...speed.model_stamp import described, plain_settings
+from ...speed.source_code import source_digest
+from ..arguments import TrainingArguments
+from ..data.columns import innermost, without_wrappers
 
 KEEPING = "LOOPWRIGHT_KEPT_PLANS"
 """The environment variable that turns off, with "off", what is kept of plans for later runs."""
