@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -594,6 +595,32 @@ def test_code_that_a_forward_imports_counts(tmp_path: Path, monkeypatch: pytest.
     one, other = ("def factor():\n    return 1.0\n", "def factor():\n    return 1.0 + 0.0\n")
     assert [taken("a", one), taken("b", one), taken("c", other), taken("d", other)] == [False, True, False, True]
     del sys.modules["kept_late"]
+
+
+def test_what_the_compiler_adds_to_modules_does_not_count() -> None:
+    model = build("llama", "causal")
+    before = source_digest(model)
+    norm, place = model.model.norm, sys.modules[type(model.model.norm).__module__]
+    held = set(vars(place))
+    try:
+        torch.compile(type(norm).forward, backend="eager")(norm, torch.ones(2, model.config.hidden_size))
+        torch.compile(_in_module(place, _in_two), backend="eager")(torch.ones(3), torch._dynamo.graph_break)
+        added = set(vars(place)) - held
+        assert all(any(name.startswith(start) for name in added) for start in ("__compiled_fn_", "__resume_at_"))
+        assert before is not None and source_digest(model) == before
+    finally:
+        torch._dynamo.reset()
+
+
+def _in_two(x: Tensor, cut: Callable[[], None]) -> Tensor:
+    x = x * 2
+    cut()
+    return x + 1
+
+
+def _in_module(module: Any, function: Any) -> Any:
+    """The function with the global variables of a module."""
+    return types.FunctionType(function.__code__, vars(module), function.__name__, None, function.__closure__)
 
 
 # ---- the compiler ---------------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 """This package, whose version is part of every key."""
 PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+COMPILED = ("__compiled_fn_", "__resume_at_", "__import_")
+"""What torch's compiler adds to the modules of the functions it compiles."""
+WATCHED = ("__init__", "__setstate__")
+"""Methods of `nn.Module` that it replaces, to count modules."""
 REPLACEABLE = ("torch", "transformers", "numpy", "peft")
 """Libraries in whose modules the user may have replaced functions."""
 
@@ -72,9 +76,13 @@ def _values(things: Iterable[Any]) -> Iterator[Any]:
         yield from getattr(thing, "__dict__", {}).values()
         classes.update(dict.fromkeys(type(thing).__mro__))
     for module in {kind.__module__ for kind in classes}:
-        yield from list(vars(sys.modules[module]).values()) if module in sys.modules else ()
+        yield from _held(sys.modules[module]).values() if module in sys.modules else ()
     for kind in classes:
-        yield from vars(kind).values()
+        yield from (value for name, value in vars(kind).items() if kind is not nn.Module or name not in WATCHED)
+
+
+def _held(module: types.ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in list(vars(module).items()) if not name.startswith(COMPILED)}
 
 
 def _inside(value: Any) -> Any:
@@ -121,7 +129,7 @@ def _replaced() -> dict[str, types.FunctionType]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in REPLACEABLE or not isinstance(module, types.ModuleType):
             continue
-        for key, value in list(vars(module).items()):
+        for key, value in _held(module).items():
             if type(value) is types.FunctionType and _is_users(value.__code__.co_filename):
                 found[f"{name}.{key}"] = value
     return found
