@@ -215,3 +215,14 @@ def test_clipping_leaves_no_trace_in_a_graph_of_gradients() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = (parameter * 2).detach().requires_grad_(True)
     assert not clip_norm_([parameter], 1.0).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_near_the_limit_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    for size in torch.linspace(0.8, 1.1, 301).tolist():
+        ours, others = ([nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2)] for _ in range(2))
+        for parameter in (*ours, *others):
+            parameter.grad = torch.full((1,), size * 0.5**0.5, dtype=dtype)
+        norm, expected = clip_norm_(ours, 1.0), nn.utils.clip_grad_norm_(others, 1.0)
+        assert torch.equal(norm, expected)
+        assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, others, strict=True)), size

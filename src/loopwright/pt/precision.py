@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..args.groups.precision import PrecisionArgs
 from ..errors import ArgumentsError, MissingPackage
 from ..speed.device.fp8 import refuse_without_fp8
+from ..speed.device.fused_step import step_
 from .devices import supports_bf16
 
 
@@ -39,7 +40,7 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer; returns whether the weights changed."""
-        optimizer.step()
+        step_(optimizer)
         return True
 
     def skip(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from ...args.base import BaseArguments
 from ...args.groups.data import DataArgs
@@ -356,3 +357,28 @@ def check_not_empty(dataset: Any, what: str) -> None:
             )
     elif len(dataset) == 0:
         raise DataError(f"the {what} dataset is empty")
+
+
+class Unrecorded:
+    """The batches of a loader without workers; torch would record each for a profiler, even if there is none."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batches = self._batches
+        if torch.autograd._profiler_enabled():
+            return next(batches)
+        batch = batches._next_data()
+        batches._num_yielded += 1
+        return batch
+
+
+def batches_of(loader: Any) -> Iterator[Any]:
+    """The batches of a loader whose order is loopwright's."""
+    batches = iter(loader)
+    is_simple = type(batches) is _SingleProcessDataLoaderIter and batches._dataset_kind == _DatasetKind.Map
+    return Unrecorded(batches) if is_simple else batches

@@ -22,6 +22,7 @@ from .balancing import BalancedSampler
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters, takes_anything
 from .loaders import (
     announce_epoch,
+    batches_of,
     build_loader,
     check_not_empty,
     check_stream_order,
@@ -295,7 +296,7 @@ class TorchData(Sampling):
         self.run.splits_by_source = self.splits_by_source
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch)
-            batches = iter(loader)
+            batches = batches_of(loader)
         else:
             batches = self._stream_from(loader, done if self.is_alone else self.share().batches_of(done))
         self.internals.saving.put_back_rng()
