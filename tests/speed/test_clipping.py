@@ -155,7 +155,7 @@ def test_the_strategy_folds_on_cuda_without_loss_scaling_only(kind: str, precisi
     strategy.setup_optimizer(torch.optim.AdamW(strategy.model.parameters(), fused=True))
     strategy.device = torch.device(kind)  # the kernels of the host take a scale as well
     strategy.fold_clipping(lambda: True)
-    assert (strategy._clip is not clip_norm_) is folds
+    assert isinstance(getattr(strategy._clip, "__self__", None), FoldedClip) is folds
     if folds:
         strategy.model(torch.ones(1, 3)).sum().mul(100).backward()
         before = [p.detach().clone() for p in strategy.model.parameters()]
@@ -193,7 +193,8 @@ NORMS = [1e-3, 0.7, 1e6, float("inf"), 1]
 
 @pytest.mark.parametrize(("missing", "max_norm"), spread([(), (1,), (0, 1, 2)], NORMS))
 @pytest.mark.parametrize(("formats", "scale"), spread(FORMATS, SCALES))
-def test_clipping_is_torchs_to_the_bit(formats: str, missing: Any, scale: float, max_norm: float) -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_clipping_is_torchs_to_the_bit(reads: bool, formats: str, missing: Any, scale: float, max_norm: float) -> None:
     def made() -> list[nn.Parameter]:
         g = torch.Generator().manual_seed(1)
         found = []
@@ -204,7 +205,7 @@ def test_clipping_is_torchs_to_the_bit(formats: str, missing: Any, scale: float,
         return found
 
     ours, theirs = made(), made()
-    norm, expected = clip_norm_(ours, max_norm), nn.utils.clip_grad_norm_(theirs, max_norm)
+    norm, expected = clip_norm_(ours, max_norm, reads=reads), nn.utils.clip_grad_norm_(theirs, max_norm)
     assert norm.dtype == expected.dtype and torch.equal(norm.nan_to_num(-1), expected.nan_to_num(-1))
     for one, other in zip(ours, theirs, strict=True):
         assert (one.grad is None) == (other.grad is None)
@@ -223,6 +224,6 @@ def test_gradients_near_the_limit_are_torchs_to_the_bit(dtype: torch.dtype) -> N
         ours, others = ([nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2)] for _ in range(2))
         for parameter in (*ours, *others):
             parameter.grad = torch.full((1,), size * 0.5**0.5, dtype=dtype)
-        norm, expected = clip_norm_(ours, 1.0), nn.utils.clip_grad_norm_(others, 1.0)
+        norm, expected = clip_norm_(ours, 1.0, reads=True), nn.utils.clip_grad_norm_(others, 1.0)
         assert torch.equal(norm, expected)
         assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, others, strict=True)), size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class SingleDevice(OneProcess):
         self._choose_clipping()
 
     def _choose_clipping(self) -> None:
-        self._clip, self._step = clip_norm_, self.precision.step
+        self._clip, self._step = partial(clip_norm_, reads=self.reads_are_free), self.precision.step
         masters = self._clipped is not self.contents.parameters
         if self._may_fold is None or self.device.type != "cuda" or self.precision.scales or masters:
             return
