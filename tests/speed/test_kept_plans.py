@@ -18,11 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loopwright.pt import acceleration
 from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.loss.learning import LossLearning
 from loopwright.speed import user_cache
 from loopwright.speed.compile.cache import is_cached, load_compile_cache
 from loopwright.speed.layouts.samples import take_apart
+from loopwright.speed.memory import token_budget
 from loopwright.speed.planner import kept as kept_plans, planner, regions
 from loopwright.speed.planner.cost import Work
 from loopwright.speed.planner.decision import SpeedPlan
@@ -271,13 +273,19 @@ def test_a_file_of_another_form_or_user_is_ignored(
 def test_values_of_another_kind_are_refused() -> None:
     good = {"made_for": "here", "form": "a", "shape": "b", "code": "c", "proved": {"flat": {"loss": 0.0}},
             "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0},
+            "memory": {"measured_for": "flat", "estimate": {
+                "fixed": 9, "per_token": {"none": 3.0, "selective": 2.0, "full": 1.0}}},
             "shortest": {"source": 2}, "longest": {"source": 9}, "row": 64}  # fmt: skip
+    memory = KeptPlan.from_json(json.dumps(good).encode()).memory
+    assert memory is not None and memory.estimate.at(10, "selective") == 29
     assert KeptPlan.from_json(json.dumps(good).encode()).work == Work(3, 0.1, 0.1, 2.0)
     for path in paths_in(good):
         for kind in ("a string", "a list", "true", "null"):
             new = changed(good, path, VALUES[kind])
-            is_alike = new is None or (kind == "a string" and path[0] in ("made_for", "form", "shape", "code"))
-            if is_alike or (kind == "null" and path == ("work",)):
+            is_alike = new is None or (
+                kind == "a string" and path[-1] in ("made_for", "form", "shape", "code", "measured_for")
+            )
+            if is_alike or (kind == "null" and path in (("work",), ("memory",))):
                 continue
             with pytest.raises(ValueError):
                 KeptPlan.from_json(new.encode() if isinstance(new, str) else new)
@@ -357,13 +365,30 @@ def test_only_plans_that_a_later_run_can_prove_are_kept() -> None:
 
     coverage = Coverage()
     coverage.add(Seen(shortest={"source": 2}, longest={"source": 9}, row=64))
-    found = KeptPlan.of(plan(), coverage, "form", "shape", None)
+    found = KeptPlan.of(plan(), coverage, form="form", shape="shape", work=None)
     assert found is not None and found.proved == {"flat": {"loss": 0.0, NOISE: 0.0}}
     assert (found.shortest, found.longest, found.row) == ({"source": 2}, {"source": 9}, 64)
-    assert KeptPlan.of(plan(), None, "form", "shape", None) is None, "the whole update was not compared"
-    assert KeptPlan.of(SpeedPlan(compiled=True), coverage, "form", "shape", None) is None
+    assert KeptPlan.of(plan(), None, form="form", shape="shape", work=None) is None, "the whole update was not compared"
+    assert KeptPlan.of(SpeedPlan(compiled=True), coverage, form="form", shape="shape", work=None) is None
     for each in (plan(graphed=True), plan(activations="full"), plan(noise=0.1), plan(noise=float("nan"))):
-        assert KeptPlan.of(each, coverage, "form", "shape", None) is None
+        assert KeptPlan.of(each, coverage, form="form", shape="shape", work=None) is None
+
+
+def test_memory_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceleration, "total_memory", lambda device: 2**30)
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(token_budget, "_estimate", _counting(token_budget._estimate, "measured", counts))
+    first, second = (run(tmp_path / name, max_steps=1) for name in ("first", "second"))
+    assert is_taken_over(second) and counts["measured"] == 1
+    assert first.plan.budget and switches(first.plan) == switches(second.plan)
+    reasons = [[each.reason for each in found.plan.choices if each.name == "token budget"] for found in (first, second)]
+    assert reasons[0] == reasons[1] and len(reasons[0]) == 1
+    longer = samples(40, "causal")
+    longer[0] = {name: torch.cat([value] * 3) for name, value in longer[0].items()}
+    third = run(tmp_path / "third", data=longer, max_steps=1)
+    assert counts["measured"] == 2, "the longest sample is another"
+    files()[0].unlink()
+    assert run(tmp_path / "alone", data=longer, max_steps=1).plan.budget == third.plan.budget
 
 
 def test_lengths_that_an_earlier_run_has_compared_are_covered(tmp_path: Path) -> None:

@@ -73,12 +73,12 @@ def _values(things: Iterable[Any]) -> Iterator[Any]:
     classes: dict[type, None] = {}
     for thing in things:
         yield thing
-        yield from getattr(thing, "__dict__", {}).values()
+        yield from list(getattr(thing, "__dict__", {}).values())  # lists: other threads may add to these
         classes.update(dict.fromkeys(type(thing).__mro__))
     for module in {kind.__module__ for kind in classes}:
         yield from _held(sys.modules[module]).values() if module in sys.modules else ()
     for kind in classes:
-        yield from (value for name, value in vars(kind).items() if kind is not nn.Module or name not in WATCHED)
+        yield from [value for name, value in list(vars(kind).items()) if kind is not nn.Module or name not in WATCHED]
 
 
 def _held(module: types.ModuleType) -> dict[str, Any]:

@@ -79,6 +79,15 @@ class Budget:
         return {"budget_tokens": self.tokens, "budget_gib": self.needed / GIB, "usable_gib": self.usable / GIB}
 
 
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """The memory of a model, and what it was measured for."""
+
+    measured_for: str
+    """The layout, the loss, and the length of the longest sample."""
+    estimate: MemoryEstimate
+
+
 def plan_memory(
     plan: SpeedPlan,
     setup: TrainingSetup,
@@ -88,18 +97,26 @@ def plan_memory(
     layout: Layout | None,
     head: ReplacedHead | None,
     prove: Callable[[str], Proof],
-) -> None:
-    """Set the plan's token budget and recomputation policy; `prove` compares a policy on the samples of the proof."""
+    earlier: MeasuredMemory | None = None,
+) -> MeasuredMemory | None:
+    """Set the plan's token budget and recomputation policy; `prove` compares a policy on the samples of the proof.
+
+    Returns what was measured, for a later run of the same model, which gives it as `earlier`.
+    """
     total = setup.device_memory()
     if total is None or setup.token_budget is not None or setup.recomputes:
-        return
-    try:
-        estimate = _estimate(setup, plan, samples, layout, head)
-    except Exception as error:  # any error of the model while it is measured: no budget is planned
-        plan.note(
-            "token budget", False, (f"the activation memory could not be measured: {type(error).__name__}: {error}")
-        )
-        return
+        return None
+    longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+    measured_for = f"{plan.layout}, {'no logits' if plan.linear_loss else 'logits'}, {longest} tokens"
+    if earlier is not None and earlier.measured_for == measured_for:
+        estimate = earlier.estimate
+    else:
+        try:
+            estimate = _estimate(setup, plan, samples, layout, head)
+        except Exception as error:  # any error of the model while it is measured: no budget is planned
+            problem = f"{type(error).__name__}: {error}"
+            plan.note("token budget", False, f"the activation memory could not be measured: {problem}")
+            return None
     demand, policies = demand_of(plan, samples, batches), list(setup.policies)
     budget = choose_budget(estimate, usable_bytes(total), demand, policies)
     while budget.policy != POLICIES[0]:
@@ -110,6 +127,7 @@ def plan_memory(
         policies.remove(budget.policy)
         budget = choose_budget(estimate, usable_bytes(total), demand, policies)
     _note(plan, budget)
+    return MeasuredMemory(measured_for, estimate)
 
 
 def _note(plan: SpeedPlan, budget: Budget) -> None:

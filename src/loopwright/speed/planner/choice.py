@@ -13,7 +13,7 @@ from ..fused_loss.lazy_logits import HEAD, PendingHead
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
-from ..memory.token_budget import limits_for
+from ..memory.token_budget import MeasuredMemory, limits_for
 from ..output_layer import ReplacedHead, named_head, output_head
 from ..proof.guard import Coverage
 from ..proof.prober import Candidate, Proof, ProofRefused, Reference
@@ -60,6 +60,8 @@ class Decision:
         self.prover = self._make_prover()
         self.references: list[Reference] = []
         """Empty if the normal path could not be used as a reference."""
+        self.memory: MeasuredMemory | None = None
+        """The memory of the model, once it is known."""
 
     def make(self, *, padding: float, micro_batches: int = 1, why_collated: str | None = None) -> SpeedPlan:
         """The plan; `padding` is the fraction of padding tokens, `why_collated` why the collator's batches are kept."""

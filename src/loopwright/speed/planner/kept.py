@@ -21,6 +21,8 @@ from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
+from ..memory.estimate import POLICIES, MemoryEstimate
+from ..memory.token_budget import MeasuredMemory
 from ..model_stamp import described
 from ..proof.distance import HALF, NOISE_APART
 from ..proof.guard import Coverage, Seen
@@ -37,11 +39,14 @@ MOST_FILES = 256
 MOST_NOISE = HALF.gradient / NOISE_APART
 """Rounding error from which the tolerance depends on the weights, and is determined in each run."""
 EARLIER = "plan of an earlier run"
+_BYTES = record({policy: number(0) for policy in POLICIES}, others=False)
+_MEMORY = record({"fixed": count(), "per_token": _BYTES}, others=False)
 _FORM = record(
     {
         **dict.fromkeys(("made_for", "form", "shape", "code"), text),
         "proved": named(named(any_number)),
         "work": maybe(named(number(0))),
+        "memory": maybe(record({"measured_for": text, "estimate": _MEMORY}, others=False)),
         **dict.fromkeys(("shortest", "longest"), named(count())),
         "row": count(),
     },
@@ -62,6 +67,7 @@ class KeptPlan:
     shape: str = ""
     """The shape of the micro-batch whose work was counted."""
     work: Work | None = None
+    memory: MeasuredMemory | None = None
     shortest: dict[str, int] = field(default_factory=dict)
     longest: dict[str, int] = field(default_factory=dict)
     """The lengths of samples, by axis, that were compared."""
@@ -72,7 +78,14 @@ class KeptPlan:
 
     @classmethod
     def of(
-        cls, plan: SpeedPlan, coverage: Coverage | None, form: str, shape: str, work: Work | None
+        cls,
+        plan: SpeedPlan,
+        coverage: Coverage | None,
+        *,
+        form: str,
+        shape: str,
+        work: Work | None,
+        memory: MeasuredMemory | None = None,
     ) -> KeptPlan | None:
         """What may be kept of a plan that was proved; None if a later run could not use it.
 
@@ -87,7 +100,8 @@ class KeptPlan:
         used = [choice for choice in plan.choices if choice.is_on and choice.name in names]
         proved = {choice.name: _of_few(choice.numbers) for choice in used}
         seen = next(iter(coverage.forms), Seen())  # of a plan without a layout there are none
-        return cls(plan.made_for, proved, form, shape, work, dict(seen.shortest), dict(seen.longest), seen.row)
+        lengths = (dict(seen.shortest), dict(seen.longest), seen.row)
+        return cls(plan.made_for, proved, form, shape, work, memory, *lengths)
 
     @classmethod
     def from_json(cls, content: bytes) -> KeptPlan:
@@ -99,7 +113,10 @@ class KeptPlan:
         work = values["work"]
         if work is not None and set(work) != {each.name for each in fields(Work)}:
             raise ValueError("the plan.work has other names")
-        return cls(**{**values, "work": None if work is None else Work(**work)})
+        memory = values["memory"]
+        if memory is not None:
+            memory = MeasuredMemory(memory["measured_for"], MemoryEstimate(**memory["estimate"]))
+        return cls(**{**values, "work": None if work is None else Work(**work), "memory": memory})
 
 
 def form_of(samples: Samples) -> str:
@@ -185,6 +202,7 @@ class KeptDecision(Decision):
     def __init__(self, setup: TrainingSetup, samples: Samples, batches: Sequence[Any], kept: KeptPlan) -> None:
         super().__init__(setup, samples, batches, {})
         self._kept = kept
+        self.memory = kept.memory
 
     @property
     def is_comparable(self) -> bool:

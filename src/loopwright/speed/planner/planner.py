@@ -19,7 +19,7 @@ from ..layouts.candidates import Layout
 from ..layouts.positions import most_positions, takes_any_length
 from ..layouts.rows import GRAPH_TOKENS, LEAST_WIDTHS, can_add_rows, padded_tokens
 from ..layouts.samples import SOURCE, TARGET, NoSamples, OddSamples, Samples
-from ..memory.token_budget import limits_for, plan_memory
+from ..memory.token_budget import MeasuredMemory, limits_for, plan_memory
 from ..output_layer import ReplacedHead
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
@@ -66,6 +66,7 @@ class Made(NamedTuple):
     coverage: Coverage | None = None
     """The updates that the proofs cover."""
     region: Region | None = None
+    memory: MeasuredMemory | None = None
 
 
 def _nothing(reason: str) -> SpeedPlan:
@@ -204,8 +205,8 @@ class Planner:
         if made is not None:
             return made
         made = self._searched(batches, samples, padding, why_collated)
-        work = self._regions.count(batches)
-        self._file.save(KeptPlan.of(made.plan, made.coverage, form_of(samples), self._regions.shape_of(batches), work))
+        form, shape, work = form_of(samples), self._regions.shape_of(batches), self._regions.count(batches)
+        self._file.save(KeptPlan.of(made.plan, made.coverage, form=form, shape=shape, work=work, memory=made.memory))
         return made
 
     def _recall(self, batches: list[Any], samples: Samples) -> None:
@@ -258,14 +259,14 @@ class Planner:
                 return self._settle(proof.reason, batches, padding=padding) or Made(SpeedPlan(), padding=padding)
             refused[what] = proof
         self.choose_compiling(plan)
-        return Made(plan, decision.layout, decision.head, padding, found)
+        return Made(plan, decision.layout, decision.head, padding, found, memory=decision.memory)
 
     def _drafted(self, decision: Decision, padding: float, why_collated: str | None) -> Decision:
         """Complete a plan that agrees on a few samples."""
         setup, samples, batches = self._setup, decision.samples, list(decision.batches)
         plan = decision.make(padding=padding, micro_batches=len(batches), why_collated=why_collated)
         if decision.is_comparable:
-            plan_memory(
+            decision.memory = plan_memory(
                 plan,
                 setup,
                 samples=samples,
@@ -273,6 +274,7 @@ class Planner:
                 layout=decision.layout,
                 head=decision.head,
                 prove=decision.prove_recomputing,
+                earlier=decision.memory,
             )
         self._choose_graphs(plan, decision, batches, samples)
         return decision
