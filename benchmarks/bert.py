@@ -38,13 +38,13 @@ class Shape:
         length = lengths.astype(np.float64)
         return 6.0 * self.body * length + 12.0 * self.layers * self.width * length**2
 
-    def build(self, dropout: float = 0.1) -> Any:
+    def build(self, dropout: float = 0.1, classes: int = 2) -> Any:
         from transformers import BertConfig, BertForSequenceClassification
 
         config = BertConfig(
             vocab_size=self.vocabulary, hidden_size=self.width, intermediate_size=self.inner,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, max_position_embeddings=512,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=2,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=classes,
         )  # fmt: skip
         return BertForSequenceClassification(config)
 

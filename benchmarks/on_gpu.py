@@ -38,21 +38,25 @@ def everyday(tasks: str, more: str = "", *, usual: int) -> Step:
     return Step(f"everyday.py {tasks} {options}", usual, usual + 60)
 
 
+ALL_ARMS = "--arms loopwright hand transformers --preload"
+SLOW = "--beside 4 --timeout 420"
+"""For arms that get ready slowly: a large model that is compiled as a whole takes minutes."""
+CACHE = "--cache FOLDER/../cache"
+
 STEPS = {
-    "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
-    "t5": everyday("t5", "--arms loopwright transformers", usual=150),
-    "sft": everyday("sft-64", "--arms loopwright transformers --cache FOLDER/../cache", usual=120),
-    "sft-warm": Step(
-        f"everyday.py sft-64 --arms loopwright --again --cache FOLDER/../cache --to FOLDER/everyday-warm-{TODAY}.json",
+    "ready": Step(f"ready.py sft-64 {CACHE}", 75, 120),
+    "ready-warm": Step(f"ready.py sft-64 {CACHE}", 50, 90),
+    "sft-60": Step(
+        f"everyday.py sft-64 --arms loopwright --planned 60 --updates 40 {CACHE} --to FOLDER/sft-60-{TODAY}.json",
         60, 120,
     ),
-    "lora": everyday("lora", "--arms loopwright transformers", usual=150),
-    "whisper": everyday("whisper custom", "--arms loopwright hand transformers", usual=180),
-    "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
     "evaluation": Step(f"evaluation.py --model bert --json FOLDER/evaluation-bert-{TODAY}.json", 60, 120),
-    "bert": everyday("bert sft-8", "--arms loopwright hand transformers", usual=180),
-    "tests": Step("-m pytest tests/gpu -q -x", 240, 420),
-    "rest": everyday("gpt2 vit convnext mlp", "", usual=300),
+    "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
+    "loops": everyday("sft-64 lora t5 bert", f"{ALL_ARMS} {SLOW}", usual=480),
+    "whisper": everyday("whisper custom", f"{ALL_ARMS} --beside 4", usual=180),
+    "tests": Step("-m pytest tests/gpu -q", 300, 480),
+    "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
+    "rest": everyday("sft-8 gpt2 vit convnext mlp", "", usual=360),
 }  # fmt: skip
 
 
