@@ -148,9 +148,10 @@ def everyday(folder: Path) -> str:
     for name, known in everyday_tasks(folder).items():
         results = known["results"]
         mine = results.get("loopwright", {})
+        digits = "{:,.2f}" if mine.get("ms_per_update", 1.0) < 1.0 else "{:,.1f}"
         lines.append([
             f"`{name}`: {known['about']}",
-            *(number(results.get(arm, {}), "ms_per_update", "{:,.1f}") for arm in EVERYDAY_ARMS),
+            *(number(results.get(arm, {}), "ms_per_update", digits) for arm in EVERYDAY_ARMS),
             *(times(results, "rate", "loopwright", arm) for arm in EVERYDAY_ARMS if arm != "loopwright"),
             number(mine, "mfu", "{:.1f} %", 100),
             number(mine, "mfu_matmul", "{:.1f} %", 100),
