@@ -1,6 +1,6 @@
 """TFTrainer beside `model.fit` and a hand-written tf.function loop: time per update, and what `fit` gets wrong.
 
-    python benchmarks/keras.py [--models mlp transformer] [--rounds 5] [--only speed|promises] [--json FILE]
+    python benchmarks/tf_trainer.py [--models mlp transformer] [--rounds 5] [--only speed|promises] [--json FILE]
 
 Times are of the arms in turn, round after round, in one process; the best round counts. What goes wrong is run live:
 a restart in the middle of an epoch, clipping and accumulation on two replicas, two worker processes.
@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# This file has the name of a package it imports: the folder it lies in must not be searched first.
-sys.path = [each for each in sys.path if Path(each or ".").resolve() != Path(__file__).resolve().parent]
 
 import keras
 import numpy as np
