@@ -103,6 +103,16 @@ def _torch_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
+@pytest.fixture(autouse=True)
+def _transformers_as_found() -> Iterator[None]:
+    """Tests after this one compare with transformers' own classes."""
+    yield
+    found = sys.modules.get("loopwright.compat.installation")
+    if found is not None and found.is_installed():
+        found.uninstall()
+        pytest.fail("the test has left loopwright's classes in the place of transformers' own")
+
+
 def needs_torch(item: pytest.Item) -> bool:
     """Whether a test may use torch."""
     return FREE not in item.path.parents

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from loopwright import compat
 from tests.docs.blocks import ROOT, Block, blocks_of, pages
 
 pytest.importorskip("transformers")
@@ -47,11 +48,14 @@ def marks_of(page: Path) -> list[pytest.MarkDecorator]:
 def test_the_python_of_a_page_runs(page, folder):
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed = ""
-    for block in blocks_of(page):
-        if block.language == "python" and not block.no_run:
-            printed = run(block, namespace)
-        elif block.language == "output":
-            assert printed == block.code, f"{block.place}: it printed\n{printed}"
+    try:
+        for block in blocks_of(page):
+            if block.language == "python" and not block.no_run:
+                printed = run(block, namespace)
+            elif block.language == "output":
+                assert printed == block.code, f"{block.place}: it printed\n{printed}"
+    finally:
+        compat.uninstall()
 
 
 def run(block: Block, namespace: dict[str, object]) -> str:

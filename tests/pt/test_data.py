@@ -568,3 +568,18 @@ def test_a_collator_of_the_users_own_that_chokes_on_extra_columns_is_spared_them
     data = [{**sample, "text": "words"} for sample in regression_data(8)]
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no", disable_tqdm=True)
     assert Trainer(Regression(), args, strict, train_dataset=data).train().global_step == 2
+
+
+def test_a_replaced_iteration_of_loaders_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by tools that measure the time of loading."""
+    kind: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+    called, plain = [], kind.__next__
+
+    def timed(batches: Any) -> Any:
+        called.append(1)
+        return plain(batches)
+
+    monkeypatch.setattr(kind, "__next__", timed)
+    args = TrainingArguments(str(tmp_path), max_steps=3, use_cpu=True, save_strategy="no", disable_tqdm=True)
+    Trainer(Regression(), args, train_dataset=regression_data(40)).train()
+    assert len(called) >= 3

@@ -486,6 +486,19 @@ def test_get_batch_samples_of_either_signature(signature: str, plain_losses: lis
     assert losses(trainer) == plain_losses
 
 
+def test_get_batch_samples_is_given_the_iterator_of_the_loader(plain_losses: list[float]) -> None:
+    lengths: list[int] = []
+
+    class Theirs(Trainer):
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+            lengths.append(len(epoch_iterator))
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    trainer = make(Theirs)
+    trainer.train()
+    assert set(lengths) == {len(trainer.get_train_dataloader())} and losses(trainer) == plain_losses
+
+
 @pytest.mark.parametrize("signature", ["args, dataloader", "args, dataloader, total_train_batch_size"])
 def test_set_initial_training_values_decides_the_length_of_the_run(signature: str) -> None:
     names: dict[str, Any] = {"Trainer": Trainer}

@@ -293,3 +293,20 @@ def test_greedy_takes_in_a_group_added_later():
     optimizer.add_param_group({"params": [parameter()], "lr": 0.5})
     scheduler.step(1.0)
     assert lrs(optimizer) == pytest.approx([0.1 / 0.95, 0.5 / 0.95])
+
+
+def test_an_optimizer_wrapped_like_accelerates_is_scheduled():
+    class Wrapped(torch.optim.Optimizer):
+        """Has the methods of an optimizer, but not its hooks."""
+
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+
+        def step(self, closure=None):
+            self.inner.step(closure)
+
+    optimizer = Wrapped(optimizer_with(1.0))
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=4)
+    take_update(optimizer)
+    scheduler.step()
+    assert lrs(optimizer) == [0.75]

@@ -227,3 +227,14 @@ def test_gradients_near_the_limit_are_torchs_to_the_bit(dtype: torch.dtype) -> N
         norm, expected = clip_norm_(ours, 1.0, reads=True), nn.utils.clip_grad_norm_(others, 1.0)
         assert torch.equal(norm, expected)
         assert all(torch.equal(one.grad, other.grad) for one, other in zip(ours, others, strict=True)), size
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_limits_as_small_as_the_addend_of_torch_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    for limit in (1e-4, 2e-5, 1e-5, 5e-6, 1e-6, 1e-7, 1e-12):
+        for share in (0.01, 0.1, 0.5, 0.8, 0.89):
+            ours, theirs = ([nn.Parameter(torch.zeros(1, dtype=dtype))] for _ in range(2))
+            for parameter in (*ours, *theirs):
+                parameter.grad = torch.full((1,), share * limit, dtype=dtype)
+            clip_norm_(ours, limit, reads=True), nn.utils.clip_grad_norm_(theirs, limit)
+            assert torch.equal(ours[0].grad, theirs[0].grad), (limit, share)

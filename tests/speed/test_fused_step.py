@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,6 +241,43 @@ def test_a_step_replaced_before_a_schedule_wrapped_it_is_called(counted: list[in
         set_gradients(module, update)
         step_(optimizer)
     assert called == [1, 1] and counted == []
+
+
+@pytest.mark.parametrize("name", ["_init_group", "adam", "_fused_adam"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_replaced_part_of_the_step_is_called(
+    name: str, compiles: bool, stepped: tuple[nn.Module, Optimizer], counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+    if compiles:  # torch's compiler wraps two of them
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    place: Any = AdamW if name == "_init_group" else sys.modules["torch.optim.adam"]
+    plain = getattr(place, name)
+
+    @functools.wraps(plain)
+    def part(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return plain(*args, **kwargs)
+
+    step_(stepped[1])
+    assert counted == [8], "the wrappers of the compiler do not count"
+    monkeypatch.setattr(place, name, part)
+    step_(stepped[1])
+    assert called == [1] and counted == [8]
+
+
+def test_a_parameter_in_two_groups_is_updated_twice() -> None:
+    optimizers = []
+    for step in (step_, AdamW.step):
+        module = model()
+        optimizer = AdamW(module.parameters(), lr=1e-2, fused=True)
+        for update in range(4):
+            set_gradients(module, update)
+            if update == 1:  # by hand, since add_param_group refuses it
+                optimizer.param_groups.append({**optimizer.param_groups[0], "params": [module[0].weight]})
+            step(optimizer)
+        optimizers.append(optimizer)
+    assert_same(*optimizers)
 
 
 def test_a_step_replaced_in_the_class_is_called(

@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import sys
 import types
 from collections import Counter
@@ -630,8 +631,10 @@ def test_what_the_compiler_adds_to_modules_does_not_count() -> None:
     try:
         torch.compile(type(norm).forward, backend="eager")(norm, torch.ones(2, model.config.hidden_size))
         torch.compile(_in_module(place, _in_two), backend="eager")(torch.ones(3), torch._dynamo.graph_break)
+        torch.compile(_in_module(place, _by_chance), backend="eager")(torch.ones(3), random.randint)
         added = set(vars(place)) - held
-        assert all(any(name.startswith(start) for name in added) for start in ("__compiled_fn_", "__resume_at_"))
+        starts = ("__compiled_fn_", "__resume_at_", "__gen_rand_values_")
+        assert all(any(name.startswith(start) for name in added) for start in starts)
         assert before is not None and source_digest(model) == before
     finally:
         torch._dynamo.reset()
@@ -641,6 +644,27 @@ def _in_two(x: Tensor, cut: Callable[[], None]) -> Tensor:
     x = x * 2
     cut()
     return x + 1
+
+
+def _by_chance(x: Tensor, draw: Callable[[int, int], int]) -> Tensor:
+    return x + draw(0, 5)
+
+
+def test_a_method_that_the_compiler_wraps_counts_if_the_user_has_replaced_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "from torch import nn\nplain = nn.Module.__init__\ndef init(self):\n    plain(self)\n    self.factor = {}\n"
+    (tmp_path / "kept_init.py").write_text(text.format(1.0))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    model = nn.Linear(2, 2)
+    digests = [source_digest(model)]
+    monkeypatch.setattr(nn.Module, "__init__", importlib.import_module("kept_init").init)
+    digests.append(source_digest(model))
+    (tmp_path / "kept_init.py").write_text(text.format(2.0))
+    digests.append(source_digest(model))
+    del sys.modules["kept_init"]
+    assert None not in digests and len(set(digests)) == 3
 
 
 def _in_module(module: Any, function: Any) -> Any:

@@ -26,10 +26,12 @@ OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 """This package, whose version is part of every key."""
 PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-COMPILED = ("__compiled_fn_", "__resume_at_", "__import_")
+COMPILED = (
+    "__compiled_fn_", "__resume_at_", "__import_", "__gen_rand_values_", "__warnings_warn_wrapper_", "__comprehension_",
+)  # fmt: skip
 """What torch's compiler adds to the modules of the functions it compiles."""
-WATCHED = ("__init__", "__setstate__")
-"""Methods of `nn.Module` that it replaces, to count modules."""
+WATCHER = "torch._dynamo.mutation_guard"
+"""Where it has the functions that it puts around methods of `nn.Module`, to count modules."""
 REPLACEABLE = ("torch", "transformers", "numpy", "peft")
 """Libraries in whose modules the user may have replaced functions."""
 
@@ -78,11 +80,21 @@ def _values(things: Iterable[Any]) -> Iterator[Any]:
     for module in {kind.__module__ for kind in classes}:
         yield from _held(sys.modules[module]).values() if module in sys.modules else ()
     for kind in classes:
-        yield from [value for name, value in list(vars(kind).items()) if kind is not nn.Module or name not in WATCHED]
+        yield from _members(kind).values()
 
 
 def _held(module: types.ModuleType) -> dict[str, Any]:
     return {name: value for name, value in list(vars(module).items()) if not name.startswith(COMPILED)}
+
+
+def _members(kind: type) -> dict[str, Any]:
+    return {name: _unwatched(value) for name, value in list(vars(kind).items())}
+
+
+def _unwatched(value: Any) -> Any:
+    if isinstance(value, types.FunctionType) and value.__module__ == WATCHER:
+        return next(iter(_bound(value).values()), value)
+    return value
 
 
 def _inside(value: Any) -> Any:
@@ -181,7 +193,7 @@ class _Read:
         return [*type(thing).__mro__, *(each for each in own if callable(each) or _is_object(each))]
 
     def _of_class(self, kind: type) -> list[Any]:
-        values = dict(vars(kind))
+        values = _members(kind)
         for name, value in values.items() if _is_users(_file_of_module(kind.__module__)) else ():
             if not name.startswith("__") and not callable(value):
                 self._note(f"{kind.__qualname__}.{name}", value)

@@ -380,5 +380,7 @@ class Unrecorded:
 def batches_of(loader: Any) -> Iterator[Any]:
     """The batches of a loader whose order is loopwright's."""
     batches = iter(loader)
-    is_simple = type(batches) is _SingleProcessDataLoaderIter and batches._dataset_kind == _DatasetKind.Map
-    return Unrecorded(batches) if is_simple else batches
+    if type(batches) is not _SingleProcessDataLoaderIter or batches._dataset_kind != _DatasetKind.Map:
+        return batches
+    is_replaced = getattr(type(batches).__next__, "__globals__", None) is not vars(torch.utils.data.dataloader)
+    return batches if is_replaced else Unrecorded(batches)

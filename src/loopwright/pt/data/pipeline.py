@@ -296,7 +296,7 @@ class TorchData(Sampling):
         self.run.splits_by_source = self.splits_by_source
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch)
-            batches = batches_of(loader)
+            batches = iter(loader) if self.run.batches_overridden else batches_of(loader)  # an override may read more
         else:
             batches = self._stream_from(loader, done if self.is_alone else self.share().batches_of(done))
         self.internals.saving.put_back_rng()

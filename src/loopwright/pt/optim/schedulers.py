@@ -106,7 +106,7 @@ def _watch_for_new_groups(scheduler: ScheduledLR) -> None:
         for group in optimizer.param_groups[len(live._last_lr) :]:
             live._last_lr.append(set_lr(group, initial_lr(group) * live.schedule(live.last_epoch)))
 
-    if hasattr(scheduler.optimizer, "register_step_pre_hook"):
+    if hasattr(scheduler.optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have the method without them
         scheduler.optimizer.register_step_pre_hook(schedule_new_groups)
 
 

@@ -40,7 +40,7 @@ def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *, reads: bo
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     with torch.no_grad():
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
-        if reads and norm.item() < CLEARLY_BELOW * max_norm:
+        if reads and norm.item() + 1e-6 < CLEARLY_BELOW * max_norm:
             return norm
         torch._foreach_mul_(gradients, torch.clamp((norm + 1e-6).reciprocal() * float(max_norm), max=1.0))
     return norm

@@ -6,12 +6,13 @@ the same settings are one call here, such as those with and without weight decay
 
 from __future__ import annotations
 
+from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer, optimizer as common
+from torch.optim import Adam, AdamW, Optimizer, adam as home, optimizer as common
 
 
 def _plain(step: Any) -> Any:
@@ -53,6 +54,9 @@ def _hooks(optimizer: Optimizer) -> list[Any] | None:
     step = type(optimizer).step
     if type(optimizer) not in (Adam, AdamW) or _plain(step) is not STEP or STEP.__globals__ is not vars(common):
         return None
+    called = (type(optimizer)._init_group, home.adam, home._fused_adam)
+    if "_init_group" in vars(optimizer) or not all(map(_is_torchs, called)):
+        return None
     replaced = vars(optimizer).get("step")  # by a schedule of torch, to see that it is called
     if replaced is not None and not (hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is step):
         return None
@@ -65,6 +69,14 @@ def _hooks(optimizer: Optimizer) -> list[Any] | None:
     found = list(optimizer._optimizer_step_pre_hooks.values())
     is_ours = all((getattr(hook, "__module__", None) or "").startswith("loopwright.") for hook in found)
     return found if is_ours else None
+
+
+@cache
+def _is_torchs(function: Any) -> bool:
+    """Whether a function, and what it wraps, is of torch, whose compiler wraps some."""
+    home_of = getattr(function, "__globals__", {}).get("__name__", "")
+    inside = getattr(function, "__wrapped__", None)
+    return home_of.startswith("torch.") and (inside is None or _is_torchs(inside))
 
 
 def _calls(optimizer: Optimizer) -> dict[Any, Tensors] | None:
@@ -93,6 +105,9 @@ def _calls(optimizer: Optimizer) -> dict[Any, Tensors] | None:
             averages.append(own["exp_avg"])
             squares.append(own["exp_avg_sq"])
             steps.append(own["step"])
+    counts = [id(step) for tensors in found.values() for step in tensors[4]]
+    if len(set(counts)) < len(counts):  # a parameter in two groups, which torch updates one after the other
+        return None
     places = {place for tensors in found.values() for place in map(PLACE, tensors[1])}
     if len(places) > 1 or not all(map(_is_simple, places)):
         return None
