@@ -20,6 +20,7 @@ from ..proof.dropout import dropout_is_off
 from . import varlen
 from .dispatch import HALF, HAS, UNKNOWN_TO_US
 from .document_mask import PAD_BORDERS_TO, borders_in, is_documents, is_given
+from .first_blocks import FirstBlocks
 from .mask_patterns import AttentionRefused, Pattern, pattern_of
 from .per_document import AttentionRequest, each_document
 from .switch import AttentionSwitch
@@ -114,6 +115,7 @@ class DistanceBias:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [module for module in model.modules() if hasattr(module, "has_relative_attention_bias")]
+        self._first_blocks = FirstBlocks(model)
         self.longest: dict[bool, int] = {}
         """The largest distance between tokens of a document, rounded up; for the decoder under True."""
 
@@ -131,18 +133,20 @@ class DistanceBias:
     def active(self) -> Iterator[None]:
         changed = [module for module in self._modules if "compute_bias" not in module.__dict__]
         had = [module.has_relative_attention_bias for module in changed]
-        for module, has_bias in zip(changed, had, strict=True):
-            module.compute_bias = self._computing(module, has_bias)
+        computing = {module: self._computing(module, has_bias) for module, has_bias in zip(changed, had, strict=True)}
+        for module, compute in computing.items():
+            module.compute_bias = compute
             module.has_relative_attention_bias = True  # otherwise it makes zeros for all pairs of tokens
         try:
-            yield
+            with self._first_blocks.given_bias(computing):
+                yield
         finally:
             for module, has_bias in zip(changed, had, strict=True):
                 del module.compute_bias
                 module.has_relative_attention_bias = has_bias
 
     def _computing(self, module: Any, has_bias: bool) -> Any:
-        def compute(query_length: int, key_length: int, device: Any = None, **kwargs: Any) -> Tensor:
+        def compute(*lengths: int, device: Any = None, **kwargs: Any) -> Tensor:
             if not has_bias:
                 return torch.empty(0, device=device)
             most = self.longest[bool(module.is_decoder)]
