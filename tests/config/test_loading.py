@@ -39,11 +39,19 @@ def test_every_value_has_a_source(path: Path) -> None:
     assert rows["gradient_checkpointing"]["value"] is True
     assert sources["eval_strategy"] == "derived: there is validation data" and rows["eval_strategy"]["value"] == "epoch"
     assert sources["output_dir"].startswith("derived") and config.args.output_dir == str(path.parent / "runs" / "run")
-    assert sources["do_eval"] == "derived"
+    assert sources["do_eval"] == "derived: do_eval is True when the trainer evaluates"
     assert sources["adam_beta1"] == sources["data.standardize"] == sources["accelerator_config"] == "default"
     assert config.metrics == ["mae"] and config.data.max_train_samples == 5
     written = json.loads(config.write(path.parent).read_text())
     assert written["values"]["learning_rate"] == {"value": 0.005, "source": f"{path}:6"}
+
+
+def test_a_derived_value_has_its_reason(path: Path) -> None:
+    config = load_config(path, ["eval_strategy=steps", "use_cpu=true", "load_best_model_at_end=true"])
+    sources = {key: row["source"] for key, row in config.resolved().items()}
+    assert sources["do_eval"] == "derived: do_eval is True when the trainer evaluates"
+    assert sources["eval_steps"] == "derived: eval_steps defaults to logging_steps"
+    assert all(source != "derived" for source in sources.values())
 
 
 def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
