@@ -54,6 +54,17 @@ def test_a_derived_value_has_its_reason(path: Path) -> None:
     assert all(source != "derived" for source in sources.values())
 
 
+def test_a_block_on_the_command_line_replaces_that_of_the_file(path: Path) -> None:
+    words = ["data={train: y.csv, max_train_samples: 4}", "--model", "{name: mlp, options: {hidden: [8]}}"]
+    config = load_config(path, words)
+    assert (config.model.name, config.model.options) == ("mlp", {"hidden": [8]})
+    assert (config.data.train, config.data.validation_share) == ("y.csv", None)
+    sources = {key: row["source"] for key, row in config.resolved().items()}
+    assert sources["data.train"] == sources["data.max_train_samples"] == "flag data"
+    assert sources["model.name"] == sources["model.options"] == "flag --model"
+    assert sources["data.validation_share"] == sources["model.dtype"] == "default"
+
+
 def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
     config = load_config(path, ["learning_rate=1e-4", "--learning_rate=2e-4", "--model.name", "m.py:f", "metrics=r2"])
     assert config.args.learning_rate == 2e-4 and config.model.name == "m.py:f" and config.metrics == ["r2"]

@@ -110,7 +110,8 @@ class _Loading:
         if unknown is not None:
             self.problems.append(f"command line: {unknown}")
             return
-        value = override.value(self.names.spec(override.key))
+        is_mapping = self.names.is_block(override.key) and (override.text or "").lstrip().startswith("{")
+        value = override.value(None if is_mapping else self.names.spec(override.key))
         block, _, key = override.key.partition(".")
         if key:
             before = values.get(block)
@@ -120,6 +121,8 @@ class _Loading:
             values[block] = value
             for other in [each for each in self.sources if each.startswith(f"{block}.")]:
                 del self.sources[other]
+            if isinstance(value, dict) and self.names.is_block(block):
+                self.sources.update({f"{block}.{inner}": Source("flag", override.shown) for inner in value})
         self.sources[override.key] = Source("flag", override.shown)
 
     def _mapping(self, value: Any, block: str) -> dict[str, Any]:
