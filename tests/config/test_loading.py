@@ -65,6 +65,15 @@ def test_a_block_on_the_command_line_replaces_that_of_the_file(path: Path) -> No
     assert sources["data.validation_share"] == sources["model.dtype"] == "default"
 
 
+@pytest.mark.parametrize("line", ["data: x.csv", "model: [mlp]"])
+def test_a_block_that_is_no_mapping_is_one_problem(line: str, path: Path) -> None:
+    other = "model: mlp" if line.startswith("data") else "data: {train: x.csv}"
+    path.write_text(f"task: table-regression\n{other}\n{line}\n")
+    with pytest.raises(ArgumentsError, match=r"run.yaml:3: .* must be a mapping of keys to values, such as {") as error:
+        load_config(path)
+    assert len(error.value.problems) == 1
+
+
 def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
     config = load_config(path, ["learning_rate=1e-4", "--learning_rate=2e-4", "--model.name", "m.py:f", "metrics=r2"])
     assert config.args.learning_rate == 2e-4 and config.model.name == "m.py:f" and config.metrics == ["r2"]

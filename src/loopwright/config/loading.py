@@ -22,6 +22,8 @@ from .paths import resolved_path
 from .source import Source
 
 Block = TypeVar("Block")
+EXAMPLES = {"model": "{name: mlp}", "data": "{train: train.csv}", "lora": "{r: 16}"}
+"""A value of each block, for messages."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, blocks: Sequence[str] = ()) -> Config:
@@ -136,7 +138,10 @@ class _Loading:
             return {}
         if isinstance(value, dict):
             return value
-        self.problems.append(f"{self._place(block)}: {shown(block, value)}: must be a mapping of keys to values")
+        self.problems.append(
+            f"{self._place(block)}: {shown(block, value)}: must be a mapping of keys to values, such as "
+            f"{EXAMPLES[block]}"
+        )
         return {}
 
     def _place(self, key: str) -> str:
@@ -177,8 +182,9 @@ class _Loading:
     def _check_needed(self, model: ModelFields, data: DataFields) -> None:
         path = self.document.path
         for key, value in (("model.name", model.name), ("data.train", data.train)):
-            if value is None and not any(f" {key}" in problem for problem in self.problems):
-                block, _, inner = key.partition(".")
+            block, _, inner = key.partition(".")
+            is_said = any(f" {key}" in problem or f" {block}=" in problem for problem in self.problems)
+            if value is None and not is_said:
                 self.problems.append(f"{path}: there is no {key}; add '{inner}' to the block '{block}'")
         if data.validation is not None and data.validation_share is not None:
             self.problems.append(
