@@ -74,6 +74,15 @@ def test_a_block_that_is_no_mapping_is_one_problem(line: str, path: Path) -> Non
     assert len(error.value.problems) == 1
 
 
+@pytest.mark.parametrize("value", ["", '""', "null"])
+def test_an_empty_output_folder_is_that_of_the_configuration(value: str, path: Path) -> None:
+    for text, words in ((f"{TEXT}output_dir: {value}\n", []), (TEXT, [f"output_dir={value.strip(chr(34))}"])):
+        path.write_text(text)
+        config = load_config(path, words)
+        assert config.args.output_dir == str(path.parent / "runs" / "run")
+        assert config.resolved()["output_dir"]["source"] == "derived: the name of the configuration"
+
+
 def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
     config = load_config(path, ["learning_rate=1e-4", "--learning_rate=2e-4", "--model.name", "m.py:f", "metrics=r2"])
     assert config.args.learning_rate == 2e-4 and config.model.name == "m.py:f" and config.metrics == ["r2"]
