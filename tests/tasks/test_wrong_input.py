@@ -258,6 +258,32 @@ def test_models_that_cannot_be_used(
     assert problem in refused(["train", str(path), f"model={model}"], capfd)
 
 
+@pytest.mark.parametrize("task", ["text-classification", "chat", "seq2seq", "image-classification"])
+def test_a_folder_without_a_model(
+    task: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shown = refused(["train", str(write_config(folder, task)), f"model={empty}"], capfd)
+    assert f"model.name='{empty}' has no config.json; name the folder of a model" in shown
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "problem"),
+    [
+        ("seq2seq", "bert", "is a bert model, for which transformers has no AutoModelForSeq2SeqLM; choose a model for"),
+        ("chat", "t5", "is a t5 model, for which transformers has no AutoModelForCausalLM; choose a model for"),
+        ("image-classification", "bert", "transformers has no AutoModelForImageClassification; choose a model for"),
+        ("text-classification", "vit", "has no vocabulary of a tokenizer; set model.tokenizer to a folder or name"),
+    ],
+)
+def test_a_model_of_another_task(
+    task: str, kind: str, problem: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(folder, task)
+    assert problem in refused(["train", str(path), f"model={model_folder(folder, kind)}"], capfd)
+
+
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
