@@ -86,16 +86,17 @@ def _without_quantization(config: Config) -> Config:
 def loaded_trainer(config: Config, wanted: str | bool | None) -> tuple[Trainer, Path]:
     """The trainer of a configuration with the weights of a checkpoint of its run."""
     from ...config import build_trainer
-    from ...core.checkpoint.manager import CheckpointManager
+    from ...core.checkpoint.manager import CheckpointManager, get_last_checkpoint
     from ...notices import Notices
 
     folder = str(config.args.output_dir)
     if not os.path.isdir(folder):
         raise CheckpointError(f"there is no run in {folder!r}; train first: loopwright train {config.path}")
     manager = CheckpointManager(folder, notices=Notices())
-    found = manager.local(wanted, asked_by="--checkpoint=") if isinstance(wanted, str) else manager.find(True)
-    if found is None:
+    chosen = wanted if isinstance(wanted, str) else get_last_checkpoint(folder)
+    if chosen is None:
         raise CheckpointError(f"{folder} has no checkpoint; train first: loopwright train {config.path}")
+    found = manager.local(chosen, asked_by="--checkpoint=")
     if config.args.load_best_model_at_end and not isinstance(wanted, str):
         found = manager.find(_best_beside(Path(found))) or found
     trainer = build_trainer(config)
