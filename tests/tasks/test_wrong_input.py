@@ -53,6 +53,8 @@ USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "cont
         ("table-regression", "a.csv", "a;target\n1;2\n3;4\n", "a.csv:1: the columns are separated by ';'; separate"),
         ("table-regression", "a.csv", "a\ttarget\n1\t2\n", "separate them by ',', or name the file .tsv"),
         ("table-regression", "a.csv", "a,a,target\n1,2,3\n", "a.csv:1: the header has the column 'a' more than once"),
+        ("table-regression", "a.csv", 'a,target\n1,2\n"3,4\n5,6\n', "a.csv:3: not CSV (unexpected end of data)"),
+        ("table-regression", "a.csv", "a,target\n1,2\n3,4,5\n", "a.csv:3: not the 2 columns of the header; correct"),
         ("table-regression", "a.csv", "a,target\n1,2\n1e300,2\n", "a='1e300' is not a finite number of 32 bits"),
         ("table-regression", "a.jsonl", "[" * 100_000, "a.jsonl:1: not JSON"),
         ("table-regression", "a.json", "[" * 100_000, "a.json: not JSON"),
