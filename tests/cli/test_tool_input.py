@@ -50,6 +50,16 @@ def test_wrong_input_is_one_line_and_code_2(
     assert len(shown) == 1 and problem in shown[0], shown
 
 
+def test_a_refused_command_says_nothing_of_a_run_that_starts_over(
+    config: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config]) == 0
+    capfd.readouterr()
+    assert main(["train", config, "data.train=nowhere.csv"]) == 2
+    shown = capfd.readouterr().err.strip()
+    assert "there is no file or folder 'nowhere.csv'" in shown and "\n" not in shown
+
+
 def test_the_place_in_the_file_is_named(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     path = Path(config)
     path.write_text(path.read_text().replace('"learning_rate"', '"lerning_rate"'))
