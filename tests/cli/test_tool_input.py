@@ -269,6 +269,25 @@ def test_places_that_cannot_be_written(config: str, capfd: pytest.CaptureFixture
         assert len(shown) == 1 and "cannot be written (" in shown[0] and "; choose another" in shown[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["output_dir=file"], "the output folder 'file' cannot be written (Not a directory); choose another"),
+        (["output_dir=file/out"], "the output folder 'file/out' cannot be written (Not a directory); choose another"),
+        (["resume_from_checkpoint=nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
+        (["resume_from_checkpoint=true"], "has no checkpoint, and resume_from_checkpoint=True needs one"),
+    ],
+)
+def test_check_finds_a_folder_that_a_run_cannot_use(
+    words: list[str], problem: str, config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(config).parent)
+    Path("file").touch()
+    assert main(["check", config, *words]) == 2
+    shown = capfd.readouterr().err.strip()
+    assert problem in shown and "\n" not in shown and not Path("runs").exists()
+
+
 def test_check_finds_what_a_strict_run_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path, "table-classification"))
     held = tmp_path / "held.csv"
