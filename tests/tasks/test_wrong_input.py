@@ -399,6 +399,7 @@ def test_words_of_commands_that_cannot_be_done(tmp_path: Path, capfd: pytest.Cap
             ["model.options={hidden_dropout_prob: much}", "model.name=MODEL"],
             "model.options: hidden_dropout_prob='much'",
         ),
+        (["model.options={num_labels: 7}"], "model.options: num_labels=7: with these data it is 2; remove it"),
         (["eval_strategy=epoch", "data.validation_share=null"], "but there is no validation data; set data.validation"),
     ],
 )

@@ -84,8 +84,13 @@ def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name
 
     config = _configuration(transformers, name, place)
     _set_options(config, request)
+    options = request.model.options or {}
     for key, value in configuration.items():
-        setattr(config, key, value(config) if callable(value) else value)
+        needed = value(config) if callable(value) else value
+        if options.get(key, needed) != needed:
+            asked = f"{request.place('model.options')}: {key}={short(options[key])}"
+            raise ArgumentsError(f"{asked}: with these data it is {short(needed)}; remove it")
+        setattr(config, key, needed)
     torch.manual_seed(request.seed)  # new heads and models from scratch
     dtype = getattr(torch, request.model.dtype)
     kind = getattr(transformers, auto)
@@ -96,10 +101,10 @@ def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name
         )
     if request.model.from_scratch:
         return _made(lambda: kind.from_config(config, trust_remote_code=False).to(dtype), name, place)
-    options: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
+    loading: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
     if request.lora is not None and request.lora.quantization is not None:
-        options["quantization_config"] = _four_bits(request, transformers, dtype)
-    return _with_weights(kind, name, place, **options)
+        loading["quantization_config"] = _four_bits(request, transformers, dtype)
+    return _with_weights(kind, name, place, **loading)
 
 
 def _four_bits(request: Request, transformers: Any, dtype: Any) -> Any:
