@@ -88,6 +88,13 @@ def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
     assert config.args.learning_rate == 2e-4 and config.model.name == "m.py:f" and config.metrics == ["r2"]
 
 
+def test_weights_are_for_several_sources(path: Path) -> None:
+    with pytest.raises(ArgumentsError, match="command line: train_dataset_weights needs several sources in data.train"):
+        load_config(path, ["train_dataset_weights={a: 1}"])
+    config = load_config(path, ["train_dataset_weights={a: 1, b: 2}", "data.train={a: x.csv, b: x.csv}"])
+    assert config.args.train_dataset_weights == {"a": 1, "b": 2}
+
+
 def test_an_interval_of_evaluations_is_used(path: Path) -> None:
     config = load_config(path, ["eval_steps=7"])
     assert config.args.eval_strategy == "steps" and config.args.eval_steps == 7

@@ -58,6 +58,7 @@ class _Loading:
         metrics = self._metrics(top.metrics)
         arguments = self._arguments(values)
         self._check_evaluation(data, arguments)
+        self._check_weights(data, arguments)
         if data.validation is not None or data.validation_share:
             self._check_generation(metrics, arguments)
         self._stop_if_wrong()
@@ -198,6 +199,13 @@ class _Loading:
             self.problems.append(
                 f"{self._place('eval_strategy')}: {shown('eval_strategy', strategy)}, but there is no validation data; "
                 "set data.validation or data.validation_share, or remove it"
+            )
+
+    def _check_weights(self, data: DataFields, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("train_dataset_weights") and isinstance(data.train, str):
+            self.problems.append(
+                f"{self._place('train_dataset_weights')}: train_dataset_weights needs several sources in data.train, "
+                "such as {web: web.jsonl, code: code.jsonl}; name them, or remove the weights"
             )
 
     def _check_generation(self, metrics: list[str], arguments: Mapping[str, Any]) -> None:
