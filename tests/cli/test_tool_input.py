@@ -253,6 +253,16 @@ def test_the_schema_of_the_data_is_that_of_each_task(capfd: pytest.CaptureFixtur
     )
 
 
+def test_the_commands_after_an_export_quote_the_folder(tmp_path: Path) -> None:
+    from loopwright.cli.commands.export import commands
+    from loopwright.config import load_config
+
+    (tmp_path / "run.yaml").write_text("task: causal-lm\nmodel: gpt2\ndata: {train: a.txt}\n")
+    shown = commands(load_config(tmp_path / "run.yaml"), Path("my models/out"))
+    assert shown["server, with vLLM"] == "vllm serve 'my models/out'"
+    assert shown["GGUF, with llama.cpp"].endswith(" 'my models/out' --outfile 'my models/out.gguf'")
+
+
 def test_places_that_cannot_be_written(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     folder = Path(config).parent
     assert main(["train", config]) == 0

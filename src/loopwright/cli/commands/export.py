@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ArgumentsError, CheckpointError, ModelError
@@ -178,7 +179,8 @@ def commands(config: Config, target: Path) -> dict[str, str]:
     """What to run next: loopwright converts and serves nothing itself."""
     if config.task.name not in TEXT_TASKS:
         return {}
+    folder, file = quote(str(target)), quote(f"{target}.gguf")
     return {
-        "GGUF, with llama.cpp": f"python llama.cpp/convert_hf_to_gguf.py {target} --outfile {target}.gguf",
-        "server, with vLLM": f"vllm serve {target}",
+        "GGUF, with llama.cpp": f"python llama.cpp/convert_hf_to_gguf.py {folder} --outfile {file}",
+        "server, with vLLM": f"vllm serve {folder}",
     }
