@@ -127,6 +127,7 @@ def test_a_failure_after_the_beginning_is_code_1(tmp_path: Path, capfd: pytest.C
         (["init", "chat", "extra"], "'extra' is one word too many"),
         (["init", "chat", "--jsn"], "has no option '--jsn'; did you mean '--json'?"),
         (["schema", "lerning_rate"], "there is no key 'lerning_rate'; did you mean 'learning_rate'?"),
+        (["schema", "data.train"], "inside a block; `loopwright schema data` shows all its keys"),
         (["completion", "tcsh"], "'tcsh' is not a supported shell"),
         (["ctl", "nowhere", "save"], "there is no folder 'nowhere'"),
         (["ctl", ".", "save"], "no run is training in this folder"),
