@@ -26,6 +26,9 @@ def config(tmp_path: Path) -> str:
         (["data.train=numbrs.csv"], "there is no file or folder 'numbrs.csv'; did you mean 'numbers.csv'?"),
         (["data.target_column=tarjet"], "has no such column; did you mean 'target'?"),
         (["data.feature_columns=[yes, 1]"], "must be a list of names; put yes, no and numbers in quotes"),
+        (["data.feature_columns=[]"], "data.feature_columns is empty; list the columns with the inputs"),
+        (["data.feature_columns=[a, target]"], "has 'target', which is data.target_column: the model would be given"),
+        (["data.feature_columns=[a, a]"], "data.feature_columns has 'a' more than once; remove one of them"),
         (["param_groups={bodi.1.bias: {freeze: true}}"], "did you mean 'body.1.bias'? Correct or remove it"),
         (["metrics=[rmsee]"], "'rmsee' is not a metric of table-regression; did you mean 'rmse'?"),
         (["resume_from_checkpoint=nowhere"], "nowhere"),
@@ -47,6 +50,16 @@ def test_wrong_input_is_one_line_and_code_2(
     assert len(shown) == 1 and problem in shown[0], shown
 
 
+def test_a_refused_command_says_nothing_of_a_run_that_starts_over(
+    config: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config]) == 0
+    capfd.readouterr()
+    assert main(["train", config, "data.train=nowhere.csv"]) == 2
+    shown = capfd.readouterr().err.strip()
+    assert "there is no file or folder 'nowhere.csv'" in shown and "\n" not in shown
+
+
 def test_the_place_in_the_file_is_named(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     path = Path(config)
     path.write_text(path.read_text().replace('"learning_rate"', '"lerning_rate"'))
@@ -62,7 +75,11 @@ def test_a_damaged_checkpoint_is_refused(config: str, capfd: pytest.CaptureFixtu
     weights.write_bytes(weights.read_bytes()[:-8])
     assert main(["train", config, f"resume_from_checkpoint={checkpoint}"]) == 2
     assert weights.name in capfd.readouterr().err
-    assert main(["export", config, "--to", "out"]) in (1, 2) and not Path("out").exists()
+    capfd.readouterr()
+    assert main(["export", config, "--to", "out"]) == 2 and not Path("out").exists()
+    shown = capfd.readouterr().err.strip()
+    assert f"checkpoint-3: {weights.name} is" in shown and "\n" not in shown
+    assert checkpoint.is_dir()  # an export changes nothing in the folder of the run
 
 
 def test_the_best_checkpoint_is_exported_if_the_best_model_is_wanted(
@@ -110,6 +127,7 @@ def test_a_failure_after_the_beginning_is_code_1(tmp_path: Path, capfd: pytest.C
         (["init", "chat", "extra"], "'extra' is one word too many"),
         (["init", "chat", "--jsn"], "has no option '--jsn'; did you mean '--json'?"),
         (["schema", "lerning_rate"], "there is no key 'lerning_rate'; did you mean 'learning_rate'?"),
+        (["schema", "data.train"], "inside a block; `loopwright schema data` shows all its keys"),
         (["completion", "tcsh"], "'tcsh' is not a supported shell"),
         (["ctl", "nowhere", "save"], "there is no folder 'nowhere'"),
         (["ctl", ".", "save"], "no run is training in this folder"),
@@ -236,6 +254,16 @@ def test_the_schema_of_the_data_is_that_of_each_task(capfd: pytest.CaptureFixtur
     )
 
 
+def test_the_commands_after_an_export_quote_the_folder(tmp_path: Path) -> None:
+    from loopwright.cli.commands.export import commands
+    from loopwright.config import load_config
+
+    (tmp_path / "run.yaml").write_text("task: causal-lm\nmodel: gpt2\ndata: {train: a.txt}\n")
+    shown = commands(load_config(tmp_path / "run.yaml"), Path("my models/out"))
+    assert shown["server, with vLLM"] == "vllm serve 'my models/out'"
+    assert shown["GGUF, with llama.cpp"].endswith(" 'my models/out' --outfile 'my models/out.gguf'")
+
+
 def test_places_that_cannot_be_written(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     folder = Path(config).parent
     assert main(["train", config]) == 0
@@ -250,6 +278,25 @@ def test_places_that_cannot_be_written(config: str, capfd: pytest.CaptureFixture
         assert main(words) == 2
         shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("loopwright: ")]
         assert len(shown) == 1 and "cannot be written (" in shown[0] and "; choose another" in shown[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["output_dir=file"], "the output folder 'file' cannot be written (Not a directory); choose another"),
+        (["output_dir=file/out"], "the output folder 'file/out' cannot be written (Not a directory); choose another"),
+        (["resume_from_checkpoint=nowhere"], "resume_from_checkpoint='nowhere': no such folder"),
+        (["resume_from_checkpoint=true"], "has no checkpoint, and resume_from_checkpoint=True needs one"),
+    ],
+)
+def test_check_finds_a_folder_that_a_run_cannot_use(
+    words: list[str], problem: str, config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(config).parent)
+    Path("file").touch()
+    assert main(["check", config, *words]) == 2
+    shown = capfd.readouterr().err.strip()
+    assert problem in shown and "\n" not in shown and not Path("runs").exists()
 
 
 def test_check_finds_what_a_strict_run_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

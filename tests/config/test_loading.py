@@ -39,16 +39,60 @@ def test_every_value_has_a_source(path: Path) -> None:
     assert rows["gradient_checkpointing"]["value"] is True
     assert sources["eval_strategy"] == "derived: there is validation data" and rows["eval_strategy"]["value"] == "epoch"
     assert sources["output_dir"].startswith("derived") and config.args.output_dir == str(path.parent / "runs" / "run")
-    assert sources["do_eval"] == "derived"
+    assert sources["do_eval"] == "derived: do_eval is True when the trainer evaluates"
     assert sources["adam_beta1"] == sources["data.standardize"] == sources["accelerator_config"] == "default"
     assert config.metrics == ["mae"] and config.data.max_train_samples == 5
     written = json.loads(config.write(path.parent).read_text())
     assert written["values"]["learning_rate"] == {"value": 0.005, "source": f"{path}:6"}
 
 
+def test_a_derived_value_has_its_reason(path: Path) -> None:
+    config = load_config(path, ["eval_strategy=steps", "use_cpu=true", "load_best_model_at_end=true"])
+    sources = {key: row["source"] for key, row in config.resolved().items()}
+    assert sources["do_eval"] == "derived: do_eval is True when the trainer evaluates"
+    assert sources["eval_steps"] == "derived: eval_steps defaults to logging_steps"
+    assert all(source != "derived" for source in sources.values())
+
+
+def test_a_block_on_the_command_line_replaces_that_of_the_file(path: Path) -> None:
+    words = ["data={train: y.csv, max_train_samples: 4}", "--model", "{name: mlp, options: {hidden: [8]}}"]
+    config = load_config(path, words)
+    assert (config.model.name, config.model.options) == ("mlp", {"hidden": [8]})
+    assert (config.data.train, config.data.validation_share) == ("y.csv", None)
+    sources = {key: row["source"] for key, row in config.resolved().items()}
+    assert sources["data.train"] == sources["data.max_train_samples"] == "flag data"
+    assert sources["model.name"] == sources["model.options"] == "flag --model"
+    assert sources["data.validation_share"] == sources["model.dtype"] == "default"
+
+
+@pytest.mark.parametrize("line", ["data: x.csv", "model: [mlp]"])
+def test_a_block_that_is_no_mapping_is_one_problem(line: str, path: Path) -> None:
+    other = "model: mlp" if line.startswith("data") else "data: {train: x.csv}"
+    path.write_text(f"task: table-regression\n{other}\n{line}\n")
+    with pytest.raises(ArgumentsError, match=r"run.yaml:3: .* must be a mapping of keys to values, such as {") as error:
+        load_config(path)
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize("value", ["", '""', "null"])
+def test_an_empty_output_folder_is_that_of_the_configuration(value: str, path: Path) -> None:
+    for text, words in ((f"{TEXT}output_dir: {value}\n", []), (TEXT, [f"output_dir={value.strip(chr(34))}"])):
+        path.write_text(text)
+        config = load_config(path, words)
+        assert config.args.output_dir == str(path.parent / "runs" / "run")
+        assert config.resolved()["output_dir"]["source"] == "derived: the name of the configuration"
+
+
 def test_the_command_line_wins_and_the_last_flag_counts(path: Path) -> None:
     config = load_config(path, ["learning_rate=1e-4", "--learning_rate=2e-4", "--model.name", "m.py:f", "metrics=r2"])
     assert config.args.learning_rate == 2e-4 and config.model.name == "m.py:f" and config.metrics == ["r2"]
+
+
+def test_weights_are_for_several_sources(path: Path) -> None:
+    with pytest.raises(ArgumentsError, match="command line: train_dataset_weights needs several sources in data.train"):
+        load_config(path, ["train_dataset_weights={a: 1}"])
+    config = load_config(path, ["train_dataset_weights={a: 1, b: 2}", "data.train={a: x.csv, b: x.csv}"])
+    assert config.args.train_dataset_weights == {"a": 1, "b": 2}
 
 
 def test_an_interval_of_evaluations_is_used(path: Path) -> None:

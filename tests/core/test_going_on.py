@@ -211,6 +211,27 @@ def test_a_failure_before_the_first_update_leaves_it_interrupted(tmp_path: Path)
     assert began(tmp_path, async_save=False)[0] == 6
 
 
+@pytest.mark.parametrize("last", ["interrupted", "finished"])
+def test_a_command_that_fails_before_its_first_update_leaves_the_folder_to_the_last_run(
+    last: str, tmp_path: Path
+) -> None:
+    """A command with other arguments was refused: that is no reason to give up the checkpoints."""
+    life(tmp_path, KILL if last == "interrupted" else nothing, async_save=False)
+    before = json.loads((tmp_path / FILE).read_text())
+
+    def failing() -> None:
+        sys.argv = [*sys.argv, "--optim", "misspelt"]
+        trainer = trainer_of(tmp_path, **SAVED, async_save=False)
+        trainer._loopwright.prepare_training = fail  # type: ignore[method-assign]
+        trainer.train()
+
+    process = FORK.Process(target=failing)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 1 and json.loads((tmp_path / FILE).read_text()) == {**before, "status": last}
+    assert began(tmp_path, async_save=False)[0] == (6 if last == "interrupted" else 0)
+
+
 def test_an_interrupted_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     life(tmp_path, KILL, save_strategy="no")
     step, text = began(tmp_path, save_strategy="no")

@@ -53,6 +53,8 @@ USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "cont
         ("table-regression", "a.csv", "a;target\n1;2\n3;4\n", "a.csv:1: the columns are separated by ';'; separate"),
         ("table-regression", "a.csv", "a\ttarget\n1\t2\n", "separate them by ',', or name the file .tsv"),
         ("table-regression", "a.csv", "a,a,target\n1,2,3\n", "a.csv:1: the header has the column 'a' more than once"),
+        ("table-regression", "a.csv", 'a,target\n1,2\n"3,4\n5,6\n', "a.csv:3: not CSV (unexpected end of data)"),
+        ("table-regression", "a.csv", "a,target\n1,2\n3,4,5\n", "a.csv:3: not the 2 columns of the header; correct"),
         ("table-regression", "a.csv", "a,target\n1,2\n1e300,2\n", "a='1e300' is not a finite number of 32 bits"),
         ("table-regression", "a.jsonl", "[" * 100_000, "a.jsonl:1: not JSON"),
         ("table-regression", "a.json", "[" * 100_000, "a.json: not JSON"),
@@ -258,6 +260,32 @@ def test_models_that_cannot_be_used(
     assert problem in refused(["train", str(path), f"model={model}"], capfd)
 
 
+@pytest.mark.parametrize("task", ["text-classification", "chat", "seq2seq", "image-classification"])
+def test_a_folder_without_a_model(
+    task: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shown = refused(["train", str(write_config(folder, task)), f"model={empty}"], capfd)
+    assert f"model.name='{empty}' has no config.json; name the folder of a model" in shown
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "problem"),
+    [
+        ("seq2seq", "bert", "is a bert model, for which transformers has no AutoModelForSeq2SeqLM; choose a model for"),
+        ("chat", "t5", "is a t5 model, for which transformers has no AutoModelForCausalLM; choose a model for"),
+        ("image-classification", "bert", "transformers has no AutoModelForImageClassification; choose a model for"),
+        ("text-classification", "vit", "has no vocabulary of a tokenizer; set model.tokenizer to a folder or name"),
+    ],
+)
+def test_a_model_of_another_task(
+    task: str, kind: str, problem: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(folder, task)
+    assert problem in refused(["train", str(path), f"model={model_folder(folder, kind)}"], capfd)
+
+
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
@@ -371,6 +399,7 @@ def test_words_of_commands_that_cannot_be_done(tmp_path: Path, capfd: pytest.Cap
             ["model.options={hidden_dropout_prob: much}", "model.name=MODEL"],
             "model.options: hidden_dropout_prob='much'",
         ),
+        (["model.options={num_labels: 7}"], "model.options: num_labels=7: with these data it is 2; remove it"),
         (["eval_strategy=epoch", "data.validation_share=null"], "but there is no validation data; set data.validation"),
     ],
 )

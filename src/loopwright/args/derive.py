@@ -54,6 +54,12 @@ def derive(args: BaseArguments, problems: Problems) -> None:
             problems.add(f"{names[0]}: {error}", names[0])
 
 
+def reason_of(name: str) -> str:
+    """Why a field has a derived value, as the summary of its last derivation; empty if it has none."""
+    found = [function.__doc__ or "" for names, function in DERIVATIONS if name in names]
+    return found[-1].partition("\n")[0].rstrip(".") if found else ""
+
+
 @derivation("output_dir")
 def output_folder(args: DurationArgs) -> None:
     """Set the default folder, expand ~ and remove file://."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..args.base import plain, without_secrets
+from ..args.derive import reason_of
 from ..args.field import specs
 from ..core.checkpoint.json_files import write_json
 from ..tasks.declaration import Task
@@ -83,7 +84,7 @@ class Config:
         for key, value in without_secrets({**self.blocks(), **arguments}).items():
             source = self.source(key)
             is_derived = source is DEFAULT and key in arguments and value != defaults.get(key)
-            rows[key] = {"value": value, "source": str(Source("derived") if is_derived else source)}
+            rows[key] = {"value": value, "source": str(Source("derived", reason_of(key)) if is_derived else source)}
         return rows
 
     def write(self, folder: Path) -> Path:

@@ -40,7 +40,8 @@ def derived_arguments(
     generates = is_on(given.get("predict_with_generate", "predict_with_generate" in found))
     if longest is not None and generates and "generation_config" not in given:
         found["generation_max_length"] = (longest, "data.max_target_length")
-    return {name: value for name, value in found.items() if name not in given}
+    is_empty = given.get("output_dir") in (None, "")
+    return {name: value for name, value in found.items() if name not in given or (name == "output_dir" and is_empty)}
 
 
 def is_error(metric: str) -> bool:

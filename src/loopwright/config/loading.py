@@ -22,6 +22,8 @@ from .paths import resolved_path
 from .source import Source
 
 Block = TypeVar("Block")
+EXAMPLES = {"model": "{name: mlp}", "data": "{train: train.csv}", "lora": "{r: 16}"}
+"""A value of each block, for messages."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, blocks: Sequence[str] = ()) -> Config:
@@ -56,6 +58,7 @@ class _Loading:
         metrics = self._metrics(top.metrics)
         arguments = self._arguments(values)
         self._check_evaluation(data, arguments)
+        self._check_weights(data, arguments)
         if data.validation is not None or data.validation_share:
             self._check_generation(metrics, arguments)
         self._stop_if_wrong()
@@ -110,7 +113,8 @@ class _Loading:
         if unknown is not None:
             self.problems.append(f"command line: {unknown}")
             return
-        value = override.value(self.names.spec(override.key))
+        is_mapping = self.names.is_block(override.key) and (override.text or "").lstrip().startswith("{")
+        value = override.value(None if is_mapping else self.names.spec(override.key))
         block, _, key = override.key.partition(".")
         if key:
             before = values.get(block)
@@ -120,6 +124,8 @@ class _Loading:
             values[block] = value
             for other in [each for each in self.sources if each.startswith(f"{block}.")]:
                 del self.sources[other]
+            if isinstance(value, dict) and self.names.is_block(block):
+                self.sources.update({f"{block}.{inner}": Source("flag", override.shown) for inner in value})
         self.sources[override.key] = Source("flag", override.shown)
 
     def _mapping(self, value: Any, block: str) -> dict[str, Any]:
@@ -133,7 +139,10 @@ class _Loading:
             return {}
         if isinstance(value, dict):
             return value
-        self.problems.append(f"{self._place(block)}: {shown(block, value)}: must be a mapping of keys to values")
+        self.problems.append(
+            f"{self._place(block)}: {shown(block, value)}: must be a mapping of keys to values, such as "
+            f"{EXAMPLES[block]}"
+        )
         return {}
 
     def _place(self, key: str) -> str:
@@ -174,8 +183,9 @@ class _Loading:
     def _check_needed(self, model: ModelFields, data: DataFields) -> None:
         path = self.document.path
         for key, value in (("model.name", model.name), ("data.train", data.train)):
-            if value is None and not any(f" {key}" in problem for problem in self.problems):
-                block, _, inner = key.partition(".")
+            block, _, inner = key.partition(".")
+            is_said = any(f" {key}" in problem or f" {block}=" in problem for problem in self.problems)
+            if value is None and not is_said:
                 self.problems.append(f"{path}: there is no {key}; add '{inner}' to the block '{block}'")
         if data.validation is not None and data.validation_share is not None:
             self.problems.append(
@@ -189,6 +199,13 @@ class _Loading:
             self.problems.append(
                 f"{self._place('eval_strategy')}: {shown('eval_strategy', strategy)}, but there is no validation data; "
                 "set data.validation or data.validation_share, or remove it"
+            )
+
+    def _check_weights(self, data: DataFields, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("train_dataset_weights") and isinstance(data.train, str):
+            self.problems.append(
+                f"{self._place('train_dataset_weights')}: train_dataset_weights needs several sources in data.train, "
+                "such as {web: web.jsonl, code: code.jsonl}; name them, or remove the weights"
             )
 
     def _check_generation(self, metrics: list[str], arguments: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ def resolved_path(key: str, value: Any, folder: Path, source: Source | None) -> 
     """A value whose path, if it is one, does not depend on the current folder; a mapping with each of its values so."""
     if isinstance(value, Mapping) and key in MAYBE:
         return {name: resolved_path(key, each, folder, source) for name, each in value.items()}
-    if key not in FOLDERS | MAYBE or not isinstance(value, str) or source is None or source.kind != "file":
+    if key not in FOLDERS | MAYBE or not isinstance(value, str) or not value or source is None or source.kind != "file":
         return value
     text = os.path.expanduser(value)
     if is_url(text) or os.path.isabs(text):

@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     from .trial import Trials
 
 
+def cannot_be_written(folder: str, reason: str) -> OutputError:
+    """The error for an output folder that a run cannot use."""
+    return OutputError(
+        f"the output folder {folder!r} cannot be written ({reason}); choose another output_dir or change its "
+        "permissions"
+    )
+
+
 class LoopActions(SavedState):
     """Does what the flags of `control` request: the part of a trainer outside the loop."""
 
@@ -324,10 +332,7 @@ class LoopActions(SavedState):
             os.makedirs(working_folder(folder), exist_ok=True)
             self.run.checkpoints.storage.check_writable()
         except OSError as error:
-            raise OutputError(
-                f"the output folder {folder!r} cannot be written ({error.strerror or error}); choose another "
-                "output_dir or change its permissions"
-            ) from error
+            raise cannot_be_written(folder, error.strerror or str(error)) from error
 
     # ---- helpers for scripts -----------------------------------------------------------------------------------------
 

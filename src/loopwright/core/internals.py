@@ -29,7 +29,7 @@ from .part import PushPart
 from .resuming.beginning import begin_run
 from .resuming.run_record import job_id, launch_id
 from .run import Run
-from .shutdown.ending import status_after
+from .shutdown.ending import record_end, status_after
 from .shutdown.signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
@@ -144,7 +144,7 @@ class Internals(Updating):
                 self.keep_time()
                 self.callback_handler.leave_training()
             finally:
-                self.run.checkpoints.end(self.run.status)
+                record_end(self.run)
                 self.run.checkpoints.release()
                 self.trainer.is_in_train = self.is_training = False
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.run_id import FAILED, RUNNING
+from .checkpoint.run_id import RUNNING, CurrentRun
 from .logs.deferred_logs import LogPoint
 from .measure.ledger import Ledger
 from .measure.ledger_file import LedgerFile
@@ -46,8 +46,8 @@ class Run:
 
     status: str = RUNNING
     """How the run ends, as it is recorded in the output folder."""
-    status_before: str = FAILED
-    """The status to keep if the run fails before its first update: that of the run it resumes."""
+    before: CurrentRun | None = None
+    """The run that the output folder belonged to; it belongs to it again if this one ends before its first update."""
     resumes_by_command: bool = False
     """Whether the same command resumes this run, should it be interrupted."""
     has_begun: bool = False

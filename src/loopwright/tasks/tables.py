@@ -158,11 +158,27 @@ def _features(rows: Rows, request: Request) -> list[str]:
         if not found:
             raise DataError(f"{rows.name} has no column besides {data.target_column!r}")
         return found
+    _check_features(data, request.place("data.feature_columns"))
     for name in data.feature_columns:
         if name not in rows[0]:
             problem = f"{request.place('data.feature_columns')}: {rows.name} has no column {name!r}"
             raise ArgumentsError(advised(problem, name, rows[0], f"it has {', '.join(rows[0])}"))
     return data.feature_columns
+
+
+def _check_features(data: TableData, place: str) -> None:
+    """Raise if the list of the inputs is empty, or has the target, or a column twice."""
+    names = data.feature_columns or []
+    if not names:
+        raise ArgumentsError(f"{place} is empty; list the columns with the inputs, or remove it to use all others")
+    if data.target_column in names:
+        raise ArgumentsError(
+            f"{place} has {data.target_column!r}, which is data.target_column: the model would be given what it is to "
+            "predict; remove it there"
+        )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ArgumentsError(f"{place} has {twice!r} more than once; remove one of them")
 
 
 def _targets(rows: Rows, request: Request) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 import tempfile
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...errors import CheckpointError
 from ..command import DONE, FAILED, Result, Usage, Words, run_command
 from ..model_errors import model_errors
 
@@ -44,6 +47,7 @@ def _check(words: Words) -> Result:
     started = time.time()
     path = words.first("a configuration file")
     config = load_config(path, words.overrides)
+    check_folder(config)
     with tempfile.TemporaryDirectory(prefix="loopwright-check-", ignore_cleanup_errors=True) as folder:
         trial = load_config(path, [*words.overrides, *SETTINGS, f"output_dir={folder}/run"])
         materials = trial.task.build(trial.request())
@@ -53,6 +57,25 @@ def _check(words: Words) -> Result:
         report = report_of(config, trainer, measured, materials.notes)
         report["sample"] = materials.sample() if materials.sample is not None else None
     return Result(report, text_of(report), DONE if not report["problems"] else FAILED)
+
+
+def check_folder(config: Config) -> None:
+    """Raise if the run could not write its output folder or resume from its checkpoint; creates nothing."""
+    from ...args.paths import is_url, working_folder
+    from ...core.actions import cannot_be_written
+    from ...core.checkpoint.manager import CheckpointManager, get_last_checkpoint
+    from ...notices import Notices
+
+    folder, request = str(config.args.output_dir), config.args.resume_from_checkpoint
+    existing = _existing(Path(working_folder(folder)))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise cannot_be_written(folder, os.strerror(errno.EACCES if existing.is_dir() else errno.ENOTDIR))
+    if is_url(folder) or config.args.push_to_hub or request in (None, False, "auto"):
+        return
+    if request is True and get_last_checkpoint(folder) is None:
+        raise CheckpointError(f"{folder} has no checkpoint, and resume_from_checkpoint=True needs one; remove it")
+    if isinstance(request, str) and not is_url(request):
+        CheckpointManager(folder, notices=Notices(quiet=True)).local(request, asked_by="resume_from_checkpoint=")
 
 
 def saves_of(config: Config, trainer: Trainer) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ArgumentsError, CheckpointError, ModelError
@@ -86,16 +87,17 @@ def _without_quantization(config: Config) -> Config:
 def loaded_trainer(config: Config, wanted: str | bool | None) -> tuple[Trainer, Path]:
     """The trainer of a configuration with the weights of a checkpoint of its run."""
     from ...config import build_trainer
-    from ...core.checkpoint.manager import CheckpointManager
+    from ...core.checkpoint.manager import CheckpointManager, get_last_checkpoint
     from ...notices import Notices
 
     folder = str(config.args.output_dir)
     if not os.path.isdir(folder):
         raise CheckpointError(f"there is no run in {folder!r}; train first: loopwright train {config.path}")
     manager = CheckpointManager(folder, notices=Notices())
-    found = manager.local(wanted, asked_by="--checkpoint=") if isinstance(wanted, str) else manager.find(True)
-    if found is None:
+    chosen = wanted if isinstance(wanted, str) else get_last_checkpoint(folder)
+    if chosen is None:
         raise CheckpointError(f"{folder} has no checkpoint; train first: loopwright train {config.path}")
+    found = manager.local(chosen, asked_by="--checkpoint=")
     if config.args.load_best_model_at_end and not isinstance(wanted, str):
         found = manager.find(_best_beside(Path(found))) or found
     trainer = build_trainer(config)
@@ -177,7 +179,8 @@ def commands(config: Config, target: Path) -> dict[str, str]:
     """What to run next: loopwright converts and serves nothing itself."""
     if config.task.name not in TEXT_TASKS:
         return {}
+    folder, file = quote(str(target)), quote(f"{target}.gguf")
     return {
-        "GGUF, with llama.cpp": f"python llama.cpp/convert_hf_to_gguf.py {target} --outfile {target}.gguf",
-        "server, with vLLM": f"vllm serve {target}",
+        "GGUF, with llama.cpp": f"python llama.cpp/convert_hf_to_gguf.py {folder} --outfile {file}",
+        "server, with vLLM": f"vllm serve {folder}",
     }

@@ -32,6 +32,9 @@ def _schema(words: Words) -> Result:
         return Result(schema, json.dumps(schema, indent=1))
     key = words.positional[0]
     found = schema["properties"].get(key)
+    block, dot, _ = key.partition(".")
+    if found is None and dot and block in ("data", "lora", "model"):
+        raise ArgumentsError(f"{key!r} is a key inside a block; `loopwright schema {block}` shows all its keys")
     if found is None:
         raise ArgumentsError(f"there is no key {key!r}{nearest(key, schema['properties'])}")
     return Result(found, json.dumps(found, indent=1))

@@ -55,8 +55,8 @@ def _built(words: Words) -> tuple[Config, Trainer, bool | None]:
     from ...config.continuing import may_continue
 
     config = load_config(words.first("a configuration file"), words.overrides)
-    resume = may_continue(config)
-    return config, build_trainer(config), resume
+    trainer = build_trainer(config)
+    return config, trainer, may_continue(config)  # said only of a run whose model and data can be loaded
 
 
 def _stopped(trainer: Trainer, code: int) -> Result:

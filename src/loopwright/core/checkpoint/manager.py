@@ -77,12 +77,12 @@ class CheckpointManager:
         if self.owner is not None:
             self.owner.name_run(current.run)
 
-    def end(self, status: str) -> None:
-        """Record how the run has ended."""
+    def end(self, status: str | None, *, of: CurrentRun | None = None) -> None:
+        """Record how the run has ended, or `of` an earlier one, which the folder belongs to again."""
         if self.current is None or not self._is_recorded:
             return
         try:
-            write_current(self.storage, replace(self.current, status=status))
+            write_current(self.storage, replace(of or self.current, status=status))
         except OwnerError:  # the folder belongs to another run now
             pass
         except OSError as error:

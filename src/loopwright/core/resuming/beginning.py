@@ -12,7 +12,7 @@ from ...args.problems import short
 from ...errors import CheckpointError, LoopwrightError, OutputError, OwnerError
 from ...notices import logger
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
+from ..checkpoint.run_id import RUNNING, CurrentRun, new_id, read_current
 from ..shutdown.interruption import is_interactive
 from ..shutdown.signals import Interrupted
 from .continuation import count_call, interrupted_checkpoint, own_command
@@ -96,8 +96,7 @@ def _agree(internals: Internals, request: Request, call: int) -> tuple[str | Non
     """The checkpoint to resume from and the run it belongs to. Rank 0 decides, so that all ranks use the same."""
     strategy, earlier = internals.strategy, _recorded(internals.run.checkpoints)
     restarted = request is not False and strategy.any_rank(is_restart(earlier))
-    if earlier is not None and earlier.status in (RUNNING, INTERRUPTED):
-        internals.run.status_before = INTERRUPTED
+    internals.run.before = earlier
     if internals.is_alone:
         return _choose(internals, request, earlier, call, restarted=restarted)
     found: str | None = None

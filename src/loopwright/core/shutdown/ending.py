@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...errors import LostRankError
 from ...notices import logger
 from ..checkpoint.folder import folder_name
-from ..checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
+from ..checkpoint.run_id import FAILED, FINISHED, INTERRUPTED, RUNNING
 from ..logs.console import report_saves
 from ..resuming.run_record import note_stop
 from ..run import Run
@@ -69,7 +69,19 @@ def status_after(error: BaseException, run: Run) -> str:
         return FINISHED
     if run.status == INTERRUPTED or isinstance(error, (KeyboardInterrupt, LostRankError)):
         return INTERRUPTED
-    return FAILED if run.has_begun else run.status_before
+    return FAILED
+
+
+def record_end(run: Run) -> None:
+    """Record how the run has ended; if it has changed nothing, the output folder is left as it was found.
+
+    Otherwise a command that is refused would take the checkpoints from the run that they belong to.
+    """
+    before = run.before
+    if run.has_begun or before is None:
+        run.checkpoints.end(run.status)
+    else:
+        run.checkpoints.end(INTERRUPTED if before.status == RUNNING else before.status, of=before)
 
 
 def _how_to_resume(internals: LoopActions) -> str:

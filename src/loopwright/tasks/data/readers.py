@@ -229,10 +229,14 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
             for row in reader:
                 if None in row or None in row.values():
                     names = len(reader.fieldnames or ())
-                    raise DataError(f"{path}:{reader.line_num}: not the {names} columns of the header")
+                    raise DataError(
+                        f"{path}:{reader.line_num}: not the {names} columns of the header; correct this line, and put "
+                        f"texts with {delimiter!r} in quotes"
+                    )
                 yield row
         except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: not CSV ({error})") from None
+            begins = reader.line_num + 1  # that of the last row that could be read
+            raise DataError(f"{path}:{begins}: not CSV ({error}); correct the quotes of this row") from None
 
 
 def _check_header(names: Sequence[str], path: Path, delimiter: str) -> None:

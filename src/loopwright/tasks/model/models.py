@@ -82,20 +82,29 @@ def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name
     transformers = transformers_package(f"{place}={name!r}")
     import torch
 
-    _check_exists(name, place)
-    config = _loaded(transformers.AutoConfig, name, place)
+    config = _configuration(transformers, name, place)
     _set_options(config, request)
+    options = request.model.options or {}
     for key, value in configuration.items():
-        setattr(config, key, value(config) if callable(value) else value)
+        needed = value(config) if callable(value) else value
+        if options.get(key, needed) != needed:
+            asked = f"{request.place('model.options')}: {key}={short(options[key])}"
+            raise ArgumentsError(f"{asked}: with these data it is {short(needed)}; remove it")
+        setattr(config, key, needed)
     torch.manual_seed(request.seed)  # new heads and models from scratch
     dtype = getattr(torch, request.model.dtype)
     kind = getattr(transformers, auto)
+    if type(config) not in getattr(kind, "_model_mapping", (type(config),)):
+        raise ModelError(
+            f"{place}={name!r} is a {config.model_type} model, for which transformers has no {auto}; choose a model "
+            "for this task"
+        )
     if request.model.from_scratch:
         return _made(lambda: kind.from_config(config, trust_remote_code=False).to(dtype), name, place)
-    options: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
+    loading: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
     if request.lora is not None and request.lora.quantization is not None:
-        options["quantization_config"] = _four_bits(request, transformers, dtype)
-    return _with_weights(kind, name, place, **options)
+        loading["quantization_config"] = _four_bits(request, transformers, dtype)
+    return _with_weights(kind, name, place, **loading)
 
 
 def _four_bits(request: Request, transformers: Any, dtype: Any) -> Any:
@@ -132,8 +141,7 @@ def known_labels(request: Request) -> list[str]:
     if is_import_path(name) or request.model.from_scratch:
         return []
     transformers = transformers_package(request.place("model.name"))
-    _check_exists(name, request.place("model.name"))
-    config = _loaded(transformers.AutoConfig, name, request.place("model.name"))
+    config = _configuration(transformers, name, request.place("model.name"))
     names = dict(getattr(config, "id2label", None) or {})
     return [str(names[index]) for index in sorted(names)]
 
@@ -142,11 +150,15 @@ def load_tokenizer(request: Request) -> Any:
     """The tokenizer of a configuration; one without a padding token pads with its end token."""
     transformers = transformers_package("a tokenizer")
     name, place = _tokenizer_name(request)
-    tokenizer = _loaded(transformers.AutoTokenizer, name, place)
+    missing = f"{place}={name!r} has no vocabulary of a tokenizer; set model.tokenizer to a folder or name that has one"
+    try:
+        tokenizer = _loaded(transformers.AutoTokenizer, name, place)
+    except ModelError as error:
+        if "Couldn't instantiate the backend tokenizer" in str(error) and Path(name).is_dir():
+            raise ModelError(missing) from error
+        raise
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one if it finds no files
-        raise ModelError(
-            f"{place}={name!r} has no vocabulary of a tokenizer; set model.tokenizer to a folder or name that has one"
-        )
+        raise ModelError(missing)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(f"{place}: the tokenizer {name!r} has neither a padding nor an end token; add one")
@@ -236,7 +248,7 @@ def _tokenizer_name(request: Request) -> tuple[str, str]:
         raise ArgumentsError(
             f"{request.place('model.name')}: a model by import path needs model.tokenizer, the folder or name of one"
         )
-    _check_exists(name, request.place("model.name"))
+    _check_is_model(name, request.place("model.name"))
     return name, request.place("model.name")
 
 
@@ -245,6 +257,18 @@ def _check_exists(name: str, place: str) -> None:
         raise missing_file(place, name)
     if Path(name).is_file():
         raise ArgumentsError(f"{place}={name!r} is a file; name the folder of the model")
+
+
+def _configuration(transformers: Any, name: str, place: str) -> Any:
+    """The configuration of a model."""
+    _check_is_model(name, place)
+    return _loaded(transformers.AutoConfig, name, place)
+
+
+def _check_is_model(name: str, place: str) -> None:
+    _check_exists(name, place)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ModelError(f"{place}={name!r} has no config.json; name the folder of a model that save_pretrained wrote")
 
 
 def _loaded(kind: Any, name: str, place: str, **options: Any) -> Any:
