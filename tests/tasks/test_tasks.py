@@ -411,7 +411,7 @@ def test_rows_of_several_sources_have_the_numbers_of_their_file(folder: Path, tm
         (["data.train={a: 5}"], "must be a file, a folder or a name, or a mapping of names to them"),
         (["data.train="], "must be a file, a folder or a name, or a mapping of names to them"),
         (["data.train={a: numbrs.csv}"], "there is no file or folder 'numbrs.csv'"),
-        (["train_dataset_weights={a: 1}"], "train_dataset_weights needs several training datasets"),
+        (["train_dataset_weights={a: 1}"], "train_dataset_weights needs several sources in data.train"),
         (["data.train={a: numbers.csv, b: numbers.csv}", "train_dataset_weights={a: 1}"], "'b' is in one of them only"),
     ],
 )
