@@ -56,6 +56,8 @@ import pytest
 
 FREE = SOURCES.parent / "tests" / "core"
 """The folder whose tests run without torch."""
+DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+"""Variables that `full_determinism` sets, also for the processes that a later test starts."""
 
 hypothesis.settings.register_profile(
     "house",
@@ -98,7 +100,13 @@ def _torch_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    environment = {name: os.environ.get(name) for name in DETERMINISTIC}
     yield
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 

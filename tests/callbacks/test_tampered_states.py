@@ -38,8 +38,8 @@ def resumed(callback: Any, states: dict[str, Any], folder: Path) -> None:
         output_dir=str(folder), logging_dir=None, metric_for_best_model="loss", eval_strategy="steps"
     )
     callback.on_train_begin(args, state, TrainerControl())
+    callback.on_train_end(args, state, TrainerControl())
     getattr(callback, "left", lambda: None)()
-    getattr(callback, "settle", lambda: None)()
 
 
 def saved(kind: type[Any], folder: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def saved(kind: type[Any], folder: Path) -> dict[str, Any]:
         pytest.importorskip("tensorboard")
         args = SimpleNamespace(output_dir=str(folder), logging_dir=None)
         made.on_log(args, TrainerState(global_step=1), TrainerControl(), logs={"loss": 1.0})
-        made.settle()
+        made.on_train_end(args, TrainerState(global_step=1), TrainerControl())
     return callback_states([made])
 
 

@@ -102,7 +102,9 @@ def test_a_run_without_record_needs_the_command(tmp_path, capsys):
     assert "give the command after --" in capsys.readouterr().err
 
 
-def test_a_script_that_does_not_train_into_the_run_is_bad_input(tmp_path, capsys):
+def test_a_script_that_does_not_train_into_the_run_is_bad_input(tmp_path, capsys, monkeypatch):
+    for name in ("argv", "path"):  # a script that is run here has its own
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 1.0}\n')
     (tmp_path / "nothing.py").write_text("print('nothing')\n")
     words = ["replay", str(tmp_path), "--step", "4", "--", "python", str(tmp_path / "nothing.py")]

@@ -182,6 +182,16 @@ def _folds(folder: Path, killed_in: int | None, results: Any) -> None:
         results.put(trainer._loopwright.run.first_step)
 
 
+def test_folders_of_one_relative_name_are_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation, "_calls", {})
+    counted = []
+    for name in ("a", "b", "a"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / name)
+        counted.append([continuation.count_call(place) for place in ("run", "s3://bucket/run")])
+    assert counted == [[1, 1], [1, 2], [2, 3]] and continuation.count_call(tmp_path / "a" / "run") == 3
+
+
 def test_several_runs_of_a_script_are_not_mixed_up(tmp_path: Path) -> None:
     """Killed in its third run and started again, the first one is not that third one."""
     for killed_in in (3, None):

@@ -282,8 +282,10 @@ def test_an_old_record_of_another_host_is_taken_at_once(tmp_path: Path, monkeypa
     os.utime(path, (before, before))
     slept: list[float] = []
     monkeypatch.setattr(owner.time, "sleep", slept.append)
-    CheckpointManager(tmp_path, notices=Notices(quiet=True)).take()
+    manager = CheckpointManager(tmp_path, notices=Notices(quiet=True))
+    manager.take()
     assert not slept
+    manager.release()
 
 
 def test_heartbeats_from_another_host_are_a_reason_to_refuse(tmp_path: Path, monkeypatch: Any) -> None:

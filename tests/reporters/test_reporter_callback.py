@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
+from loopwright.core.events import TrainerCallback
 from loopwright.core.state import TrainerControl, TrainerState, callback_states, restore_callback_states
 from loopwright.reporters.base import Reporter
 from loopwright.reporters.callback import ReporterCallback, reported_names
+from tests.models import regression_run
 
 
 class Notebook(Reporter):
@@ -191,6 +195,45 @@ def test_a_crashed_process_finishes_its_reporter():
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "finish interrupted\n", done.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_run_that_fails_finishes_its_reporter_before_train_returns(error, tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, *given, **context):
+            raise error
+
+    callback = ReporterCallback(Notebook())
+    with pytest.raises(error):
+        regression_run(tmp_path, callbacks=[callback, Fails()])
+    assert callback.reporter.calls[-1] == ("finish", "interrupted")
+
+
+def test_an_evaluation_after_an_error_belongs_to_the_same_run():
+    run = Run().fire("on_train_begin").log(1, loss=1.0)
+    run.callback.left()
+    run.log(1, eval_loss=2.0)
+    assert run.reporter.verbs() == ["start", "log", "finish", "start", "log"]
+    assert len({each.run_id for each in run.reporter.runs()}) == 1 and run.reporter.runs()[1].is_continued
+    run.callback.left()
+    assert run.reporter.verbs()[-1] == "log", "no training has ended"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_reporter_does_not_keep_the_model_in_memory(ends, tmp_path):
+    class Short(Reporter):
+        ends_with_training = ends
+
+        def log(self, values, step):
+            pass
+
+    callback = ReporterCallback(Short())
+    trainer = regression_run(tmp_path, callbacks=[callback], max_steps=1)
+    model = weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert model() is None
+    callback._at_exit()
 
 
 def test_a_reporter_must_log():

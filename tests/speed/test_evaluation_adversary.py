@@ -195,10 +195,13 @@ def test_other_outputs_of_samples_are_served(ways: dict[str, Any], tmp_path: Pat
         assert_alike(mine, other, 1e-3 if mine.dtype == np.float16 else 1e-12)
 
 
-def test_a_count_on_the_class_of_a_model_is_that_of_its_batches(tmp_path: Path) -> None:
+def test_a_count_on_the_class_of_a_model_is_that_of_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
+    monkeypatch.setattr(Counted, "change", staticmethod(on_class))
     for speed in ("off", "max"):
-        Counted.calls, Counted.change = 0, staticmethod(on_class)
+        monkeypatch.setattr(Counted, "calls", 0)
         found.append(predict(Counted(), tmp_path, speed)[1].predictions)
         assert Counted.calls == -(-len(DATA) // 4), "trials leave no trace"
     assert equal(*found)

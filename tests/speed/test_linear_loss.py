@@ -317,6 +317,13 @@ def test_float64_is_left_alone_by_autocast():
         compare(inputs)
 
 
+def test_wrong_shapes_do_not_decide_how_later_products_are_added(monkeypatch):
+    monkeypatch.setattr(linear_loss, "_FIRST_WAY", {})
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        add_product(None, torch.ones(2, 3).bfloat16(), torch.ones(4, 5).bfloat16(), torch.float32)
+    assert not linear_loss._FIRST_WAY
+
+
 def test_products_are_added_in_the_wide_dtype():
     a, b = torch.randn(64, 32), torch.randn(32, 16)
     for dtype in (torch.float32, torch.bfloat16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ def test_values_of_another_kind_are_refused(checkpoint: Path) -> None:
     assert not accepted and tried > 150
 
 
-def test_a_plan_that_was_changed_is_refused_before_the_first_update(checkpoint: Path) -> None:
-    document = json.loads((checkpoint / NAME).read_text())
+def test_a_plan_that_was_changed_is_refused_before_the_first_update(checkpoint: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(checkpoint.parent, tmp_path / "run") / checkpoint.name
+    document = json.loads((own / NAME).read_text())
     document["parts"]["speed"]["verification"]["updates"] = None
-    tampered(checkpoint, NAME, json.dumps(document).encode())
+    tampered(own, NAME, json.dumps(document).encode())
     with pytest.raises(CheckpointError, match=r"progress\.json.*speed\.verification\.updates is null"):
-        trained(checkpoint.parent, resume=str(checkpoint))
+        trained(own.parent, resume=str(own))

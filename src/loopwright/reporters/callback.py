@@ -93,6 +93,12 @@ class ReporterCallback(TrainerCallback):
         else:
             self.settle()
 
+    def left(self) -> None:
+        """Called when training has ended, even if on_train_end was not called: then it was interrupted."""
+        if self._is_training and self._flag("ends_with_training", default=True):
+            self._is_training = False
+            self._finish("interrupted")
+
     def rewind(self, args: BaseArguments, state: Any) -> None:
         """Called when steps were undone."""
         if self._sender is None:

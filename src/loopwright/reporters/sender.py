@@ -48,8 +48,8 @@ class Sender:
     def begin(self, run: RunInfo, history: list[Row], folder: str | None) -> None:
         """Start the reporter, and send the rows of the history that it does not have."""
         self._journal = Journal(folder, self.name, run.run_id)
-        work = threading.Thread(target=self._run, args=(run, history), name=f"reporter-{self.name}", daemon=True)
-        work.start()
+        given = [(run, history)]
+        threading.Thread(target=self._run, args=(given,), name=f"reporter-{self.name}", daemon=True).start()
 
     def send(self, row: Row) -> None:
         """Put a row in the queue; never waits."""
@@ -92,9 +92,9 @@ class Sender:
 
     # ---- in the thread --------------------------------------------------------------------------------------------
 
-    def _run(self, run: RunInfo, history: list[Row]) -> None:
+    def _run(self, given: list[tuple[RunInfo, list[Row]]]) -> None:
         try:
-            self._start(run, history)
+            self._start(*given.pop())  # the thread may wait longer than the run's model is needed
             self._started.set()
             while not self._abandoned.is_set() and self._step():
                 pass

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...args.paths import fixed_folder, is_url
 from ...args.secrets import masked_words
 from ...notices import logger
 from ..checkpoint.folder import ARGUMENTS, PROGRESS, STATE
@@ -37,7 +38,8 @@ def count_call(output_dir: str | os.PathLike[str] | None) -> int:
 
     A script may train several models in one folder: started again, its first call is not the one that was interrupted.
     """
-    key = os.getpid(), os.fspath(output_dir or "")
+    place = os.fspath(output_dir or "")
+    key = os.getpid(), place if is_url(place) else fixed_folder(place)
     _calls[key] = _calls.get(key, 0) + 1
     return _calls[key]
 

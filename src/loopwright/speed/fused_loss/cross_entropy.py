@@ -390,8 +390,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
             continue
         _FIRST_WAY[key] = way
         return result
-    _FIRST_WAY[key] = len(_WAYS) - 1
-    return _add_narrow_product(total, a, b, dtype)
+    result = _add_narrow_product(total, a, b, dtype)
+    _FIRST_WAY[key] = len(_WAYS) - 1  # not if this fails too: then something else was wrong
+    return result
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
