@@ -392,6 +392,20 @@ def test_memory_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run(tmp_path / "alone", data=longer, max_steps=1).plan.budget == third.plan.budget
 
 
+def test_weights_and_optimizer_are_counted_in_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceleration, "total_memory", lambda device: 2**30)
+    run(tmp_path / "first", max_steps=1)
+    plain = acceleration.model_bytes
+    # As with an optimizer that has more states.
+    monkeypatch.setattr(acceleration, "model_bytes", lambda *args, **kwargs: plain(*args, **kwargs) + 2**29)
+    kept = run(tmp_path / "kept", max_steps=1)
+    files()[0].unlink()
+    alone = run(tmp_path / "alone", max_steps=1)
+    assert is_taken_over(kept) and not is_taken_over(alone)
+    needed = [found.plan.number("budget_gib") for found in (kept, alone)]
+    assert needed[0] == needed[1] > 0.5
+
+
 def test_lengths_that_an_earlier_run_has_compared_are_covered(tmp_path: Path) -> None:
     first = run(tmp_path / "first", max_steps=1)
     again = run(tmp_path / "again", max_steps=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer, adam as home, optimizer as common
+from torch.optim import Adam, AdamW, Optimizer, adam, optimizer as common
 
 
 def _plain(step: Any) -> Any:
@@ -54,7 +54,7 @@ def _hooks(optimizer: Optimizer) -> list[Any] | None:
     step = type(optimizer).step
     if type(optimizer) not in (Adam, AdamW) or _plain(step) is not STEP or STEP.__globals__ is not vars(common):
         return None
-    called = (type(optimizer)._init_group, home.adam, home._fused_adam)
+    called = (type(optimizer)._init_group, adam.adam, adam._fused_adam)
     if "_init_group" in vars(optimizer) or not all(map(_is_torchs, called)):
         return None
     replaced = vars(optimizer).get("step")  # by a schedule of torch, to see that it is called
@@ -74,9 +74,9 @@ def _hooks(optimizer: Optimizer) -> list[Any] | None:
 @cache
 def _is_torchs(function: Any) -> bool:
     """Whether a function, and what it wraps, is of torch, whose compiler wraps some."""
-    home_of = getattr(function, "__globals__", {}).get("__name__", "")
+    module = getattr(function, "__globals__", {}).get("__name__", "")
     inside = getattr(function, "__wrapped__", None)
-    return home_of.startswith("torch.") and (inside is None or _is_torchs(inside))
+    return module.startswith("torch.") and (inside is None or _is_torchs(inside))
 
 
 def _calls(optimizer: Optimizer) -> dict[Any, Tensors] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The memory of a model, and what it was measured for."""
+    """The memory of activations, without weights and optimizer, and what it was measured for."""
 
     measured_for: str
     """The layout, the loss, and the length of the longest sample."""
@@ -108,15 +108,15 @@ def plan_memory(
         return None
     longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
     measured_for = f"{plan.layout}, {'no logits' if plan.linear_loss else 'logits'}, {longest} tokens"
-    if earlier is not None and earlier.measured_for == measured_for:
-        estimate = earlier.estimate
-    else:
+    measured = earlier
+    if measured is None or measured.measured_for != measured_for:
         try:
-            estimate = _estimate(setup, plan, samples, layout, head)
+            measured = MeasuredMemory(measured_for, _estimate(setup, plan, samples, layout, head))
         except Exception as error:  # any error of the model while it is measured: no budget is planned
             problem = f"{type(error).__name__}: {error}"
             plan.note("token budget", False, f"the activation memory could not be measured: {problem}")
             return None
+    estimate = replace(measured.estimate, fixed=measured.estimate.fixed + setup.model_bytes())
     demand, policies = demand_of(plan, samples, batches), list(setup.policies)
     budget = choose_budget(estimate, usable_bytes(total), demand, policies)
     while budget.policy != POLICIES[0]:
@@ -127,7 +127,7 @@ def plan_memory(
         policies.remove(budget.policy)
         budget = choose_budget(estimate, usable_bytes(total), demand, policies)
     _note(plan, budget)
-    return MeasuredMemory(measured_for, estimate)
+    return measured
 
 
 def _note(plan: SpeedPlan, budget: Budget) -> None:
@@ -212,7 +212,7 @@ def _estimate(
                 half = measure_activations(lambda: forward(1, MEASURED_TOKENS // 2), model=setup.model, blocks=blocks)
             one, two = at_length(whole, one, two, half)
     chunk = 0 if head is None else GPU_CHUNK_BYTES if setup.on_gpu else CPU_CHUNK_BYTES
-    return estimate_memory(one, two, model=setup.model_bytes() + chunk)
+    return estimate_memory(one, two, model=chunk)
 
 
 def _forward(setup: TrainingSetup, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
