@@ -134,3 +134,13 @@ def test_coverage_comes_back_from_a_checkpoint() -> None:
     coverage.add(seen(padded([3, 6]), row=9))
     other.load(json.loads(json.dumps(coverage.as_list())))
     assert other.as_list() == coverage.as_list() and other.news_in(seen(padded([3, 6]), row=9)) is None
+
+
+@pytest.mark.parametrize("news", CHANGES)
+def test_lengths_are_known_to_be_all_that_is_new(news: str) -> None:
+    coverage = Coverage()
+    assert coverage.with_new_lengths(seen(padded([3, 6]))) is None
+    coverage.add(seen(padded([3, 6])))
+    assert (coverage.with_new_lengths(seen(CHANGES[news]())) is not None) == ("than the" in news)
+    assert coverage.with_new_lengths(seen(padded([2, 6, 9]), row=100)) is None
+    assert coverage.forms == [seen(padded([3, 6]))]

@@ -414,6 +414,61 @@ def test_lengths_that_an_earlier_run_has_compared_are_covered(tmp_path: Path) ->
     assert forms[0] == forms[1]
 
 
+# ---- a part of the update -------------------------------------------------------------------------------------------
+
+MANY = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The micro-batches of every update that was computed as written for comparison."""
+    found: list[list[Any]] = []
+    update = Prover.update
+
+    def recorded(self: Any, samples: Any, batches: Any, **more: Any) -> Any:
+        found.append(list(batches))
+        return update(self, samples, batches, **more)
+
+    monkeypatch.setattr(Prover, "update", recorded)
+    return found
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_of_many_micro_batches_the_one_with_the_longest_sample_and_another_are_compared(
+    place: int, tmp_path: Path, references: list[list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = samples(40, "causal", longest=12)
+    data[place] = {name: value.repeat(15)[:15] for name, value in data[place].items()}
+    first = run(tmp_path / "first", data=data, max_steps=1, **MANY)
+    assert [len(each) for each in references] == [4]
+    references.clear()
+    with caplog.at_level(logging.WARNING):
+        second = run(tmp_path / "second", data=data, max_steps=1, **MANY)
+    assert is_taken_over(second) and "2 of 4 micro-batches were compared again, and agree" in caplog.text
+    assert [len(each) for each in references] == [2]
+    assert max(batch["input_ids"].shape[1] for batch in references[0]) == 15
+    assert first.losses == second.losses and switches(first.plan) == switches(second.plan)
+    forms = [each.trainer._loopwright.run.speed._verification.coverage.forms for each in (first, second)]
+    assert forms[0] == forms[1]
+
+
+def test_what_the_compared_micro_batches_do_not_have_is_compared_before_it_is_used(
+    tmp_path: Path, references: list[list[Any]]
+) -> None:
+    data = samples(40, "causal", longest=12)
+    data[0] = {name: value.repeat(12)[:12] for name, value in data[0].items()}
+    run(tmp_path / "first", data=data, max_steps=1, **MANY)
+    references.clear()
+    other = [dict(each) for each in data]
+    for place in (9, 10, 11):  # more than twice the longest of the first run
+        other[place] = {name: value.repeat(12)[:27] for name, value in other[place].items()}
+    second = run(tmp_path / "second", data=other, max_steps=1, **MANY)
+    alone = run(tmp_path / "alone", data=other, max_steps=1, speed="off", **MANY)
+    verification = second.trainer._loopwright.run.speed._verification
+    assert is_taken_over(second) and verification.coverage.forms[0].longest["source"] >= 27
+    assert second.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 # ---- code -----------------------------------------------------------------------------------------------------------
 
 MODEL = """

@@ -12,6 +12,7 @@ from torch import nn
 from loopwright import TrainerCallback
 from loopwright.speed.planner.decision import COLLATED
 from loopwright.speed.proof.audit import EVERY, is_turn
+from loopwright.speed.proof.prover import Prover
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, train
 
@@ -89,3 +90,54 @@ def test_an_update_without_a_finite_loss_is_no_difference(tmp_path: Path) -> Non
     fast = run(tmp_path, "max", At("nan", 4, lasts=False), steps=6, on_nonfinite="skip")
     assert fast.plan.layout != COLLATED or not any("differs" in text for text in fast.trainer.notices.told)
     assert fast.trainer.speed_report().checks["computed both ways"] == 2
+
+
+# ---- new lengths ----------------------------------------------------------------------------------------------------
+
+
+class Beyond(nn.Module):
+    """A model that looks at padding in batches wider than any that was compared."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.width = build("llama", "causal"), width
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> dict[str, Any]:
+        outputs = self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **more)
+        is_wide = attention_mask is not None and input_ids.shape[1] > self.width
+        loss = outputs.loss + 0.1 * outputs.logits.square().mean() if is_wide else outputs.loss
+        return {"loss": loss, "logits": outputs.logits}
+
+
+def with_a_long_sample(update: int, *, per_update: int, updates: int) -> list[dict[str, Any]]:
+    """Samples of which one, in this update, is more than twice as long as all others; its row is not longer."""
+    data = samples(per_update * updates, "causal", longest=12)
+    longest = max(len(each["input_ids"]) for each in data)
+    place = per_update * (update - 1)
+    data[place] = {name: value.repeat(longest)[: 2 * longest + 4] for name, value in data[place].items()}
+    for other in range(place + 1, place + per_update):
+        data[other] = {name: value[:4] for name, value in data[other].items()}
+    return data
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_of_new_lengths_the_longest_sample_is_compared_and_not_the_update(
+    is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[int] = []
+    update = Prover.update
+    monkeypatch.setattr(Prover, "update", lambda *args, **more: whole.append(1) or update(*args, **more))
+    data = with_a_long_sample(3, per_update=12, updates=4)
+    widest = max(len(each["input_ids"]) for each in data)
+    found = {}
+    for speed in ("max", "off"):
+        torch.manual_seed(0)
+        model = Beyond(1 << 20 if is_equal else widest - 1)
+        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=4)
+    checks = found["max"].trainer.speed_report().as_dict()["checks"]
+    audits = checks["computed both ways"]
+    assert checks["proved again"] == 1
+    assert checks["with new inputs, not regrouped"] == (0 if is_equal else 1)
+    assert len(whole) == 1 + audits if is_equal else len(whole) > 1 + audits
+    assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-5)

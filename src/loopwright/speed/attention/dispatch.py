@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compile.preparation import await_imports
 from ..proof.dropout import dropout_is_off
 from . import varlen as document_attention
 from .document_mask import borders_in, is_documents, longest_in, pattern_in
@@ -174,6 +175,7 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: A
 
 @lru_cache(maxsize=1)
 def _flex() -> Callable[..., Any]:
+    await_imports()
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ...notices import Notices
 from .cache import save_compile_cache
+from .preparation import await_imports
 from .recompiles import RecompileCounter
 
 SCOPES = ("blocks", "model")
@@ -30,15 +31,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             blocks.extend(module)
             inside.update(child for block in module for child in block.modules())
     return blocks
-
-
-def get_ready() -> None:
-    """Start inductor's worker processes, which takes seconds, while other work is done."""
-    try:
-        from torch._inductor.async_compile import maybe_warm_pool
-    except ImportError:  # inductor starts them when it needs them
-        return
-    maybe_warm_pool()
 
 
 def compile_blocks(
@@ -58,6 +50,7 @@ def compile_blocks(
     all shapes at the second one. `short_rows`: rows are both below and above a few thousand tokens, where inductor
     would otherwise choose the fusion by their length, and compile again.
     """
+    await_imports()
     modules = repeated_blocks(model) if scope == "blocks" else []
     if not modules and scope == "blocks":
         notices.warn_once("torch_compile: the model has no repeated blocks, so it is compiled whole")

@@ -19,6 +19,7 @@ from ...notices import Notices
 from ..attention.needless_masks import without_needless_masks
 from ..cuda_graphs.recorder import shape_key
 from .blocks import Compiled, CompiledCall, have_equal_numbers, repeated_blocks
+from .preparation import await_imports
 
 BLOCKS, MODEL = "blocks", "model"
 """What is compiled: each repeated block, or the whole model with its loss."""
@@ -55,6 +56,7 @@ class Region:
     def __init__(
         self, model: nn.Module, *, notices: Notices, backend: Any = None, is_deterministic: bool = False
     ) -> None:
+        await_imports()
         blocks = repeated_blocks(model)
         self.scope, modules = (BLOCKS, blocks) if blocks else (MODEL, [model])
         names = {module: name for name, module in model.named_modules()}

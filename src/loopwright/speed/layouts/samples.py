@@ -159,7 +159,7 @@ def take_apart(
     without a token dimension, even if their width equals the number of tokens.
     """
     _check(batches)
-    sizes = [_rows(batch) for batch in batches]
+    sizes = [rows_of(batch) for batch in batches]
     names = list(batches[0])
     constants = {name: batches[0][name] for name in names if not isinstance(batches[0][name], Tensor)}
     tensors = {name: [batch[name] for batch in batches] for name in names if name not in constants}
@@ -211,7 +211,8 @@ def _check(batches: Sequence[Any]) -> None:
                 raise NoSamples(f"{name!r} differs from batch to batch")
 
 
-def _rows(batch: Mapping[str, Any]) -> int:
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """The samples of a batch; raises `NoSamples` if it holds no tensors."""
     for value in batch.values():
         if isinstance(value, Tensor) and value.dim():
             rows: int = value.shape[0]

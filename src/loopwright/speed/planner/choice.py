@@ -188,7 +188,7 @@ class Decision:
         plan, layout = self.plan, self.layout
         self.references = []  # no longer needed: their gradients would be in memory beside the update
         try:
-            reference = self.prover.update(self.samples, self.batches)
+            reference = self._reference_update()
             proof, limits = self._proved_where_it_fits(reference)
         except ProofRefused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
@@ -196,6 +196,9 @@ class Decision:
             return self._blamed(proof, limits, reference)
         plan.add_numbers(HEAD if layout is None else plan.layout, proof.numbers)
         return self._covered(reference, limits)
+
+    def _reference_update(self) -> Reference:
+        return self.prover.update(self.samples, self.batches)
 
     def _proved_where_it_fits(self, reference: Reference) -> tuple[Proof, Limits]:
         """Prove the update with the plan's split, in smaller micro-batches as long as memory runs out."""

@@ -1,8 +1,9 @@
 """What an earlier run has proved about the same model, kept in the user's cache folder.
 
 Only what agreed on a few samples is kept, and what was counted. A later run decides everything else from its own data
-and memory (which layout is worth it, the token budget, graphs, compiling), compares its first update as a whole, and
-makes its plan from the beginning if that differs. The file is data: JSON of a declared form, signed by this user.
+and memory (which layout is worth it, the token budget, graphs, compiling), compares two micro-batches of its first
+update, and makes its plan from the beginning if they differ. The file is data: JSON of a declared form, signed by this
+user.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...core.checkpoint.schema import any_number, count, maybe, named, number, record, text
 from ...notices import logger
 from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits
-from ..layouts.samples import Samples
+from ..layouts.samples import Samples, rows_of
 from ..memory.estimate import POLICIES, MemoryEstimate
 from ..memory.token_budget import MeasuredMemory
 from ..model_stamp import described
@@ -39,6 +42,8 @@ MOST_FILES = 256
 MOST_NOISE = HALF.gradient / NOISE_APART
 """Rounding error from which the tolerance depends on the weights, and is determined in each run."""
 EARLIER = "plan of an earlier run"
+COMPARED_AGAIN = 2
+"""Micro-batches of the first update that are compared again."""
 _BYTES = record({policy: number(0) for policy in POLICIES}, others=False)
 _MEMORY = record({"fixed": count(), "per_token": _BYTES}, others=False)
 _FORM = record(
@@ -195,7 +200,7 @@ class NotKept(Exception):
 
 
 class KeptDecision(Decision):
-    """Takes from an earlier run what agreed on a few samples; the whole update is compared as usual."""
+    """Takes from an earlier run what agreed on a few samples; of the update, some micro-batches are compared."""
 
     where = " in an earlier run"
 
@@ -203,6 +208,7 @@ class KeptDecision(Decision):
         super().__init__(setup, samples, batches, {})
         self._kept = kept
         self.memory = kept.memory
+        self.compared = "this step was compared again, and agrees"
 
     @property
     def is_comparable(self) -> bool:
@@ -217,11 +223,27 @@ class KeptDecision(Decision):
     def _prove(self, candidate: Candidate) -> Proof:
         return self._agreed(candidate.name)
 
+    def _reference_update(self) -> Reference:
+        """The normal path on the micro-batch with the longest sample and on another one."""
+        sizes = [rows_of(batch) for batch in self.batches]
+        if len(sizes) <= COMPARED_AGAIN:
+            return super()._reference_update()
+        lengths = np.sum([axis.lengths for axis in self.samples.axes.values()], axis=0)
+        ends = np.cumsum(sizes)
+        longest = int(np.searchsorted(ends, int(lengths.argmax()), side="right"))
+        others = [place for place in range(len(sizes)) if place != longest]
+        chosen = sorted([longest, *others[: COMPARED_AGAIN - 1]])
+        self.compared = f"{len(chosen)} of {len(sizes)} micro-batches were compared again, and agree"
+        rows = np.concatenate([np.arange(ends[place] - sizes[place], ends[place]) for place in chosen])
+        samples = replace(self.samples.select(rows), paddings=self.samples.paddings)
+        return self.prover.update(samples, [self.batches[place] for place in chosen])
+
     def _covered(self, reference: Reference, limits: Limits) -> Coverage:
-        """This update, and the lengths that an earlier run has compared."""
+        """What was compared of this update, and the lengths that an earlier run has compared."""
         coverage, kept = Coverage(), self._kept
         if self.layout is not None:
-            seen = self.prover.seen(self.plan, self.layout, self.samples, limits)
+            assert reference.samples is not None
+            seen = self.prover.seen(self.plan, self.layout, reference.samples, limits)
             if kept.longest.keys() == kept.shortest.keys() == seen.longest.keys():
                 seen.cover(kept.shortest, kept.longest)
                 seen.row = max(seen.row, kept.row)

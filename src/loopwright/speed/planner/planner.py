@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..attention.kernel_choice import VARIED
-from ..compile.blocks import get_ready
+from ..compile.preparation import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
@@ -221,12 +221,13 @@ class Planner:
     def _taken_over(
         self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None
     ) -> Made | None:
-        """A plan with what an earlier run has proved, if the whole update agrees; None to search for one."""
+        """A plan with what an earlier run has proved, if the update agrees; None to search for one."""
         kept, self._earlier = self._earlier, None
         if kept is None or kept.form != form_of(samples):
             return None
+        decision = KeptDecision(self._setup, samples, batches, kept)
         try:
-            decision = self._drafted(KeptDecision(self._setup, samples, batches, kept), padding, why_collated)
+            self._drafted(decision, padding, why_collated)
         except NotKept:
             return None
         plan = decision.plan
@@ -235,7 +236,7 @@ class Planner:
             return None
         if not self._file.fits(kept):
             return None
-        plan.note(EARLIER, True, "this step was compared again, and agrees")
+        plan.note(EARLIER, True, decision.compared)
         self.choose_compiling(plan)
         return Made(plan, decision.layout, decision.head, padding, found)
 
@@ -261,7 +262,7 @@ class Planner:
         self.choose_compiling(plan)
         return Made(plan, decision.layout, decision.head, padding, found, memory=decision.memory)
 
-    def _drafted(self, decision: Decision, padding: float, why_collated: str | None) -> Decision:
+    def _drafted(self, decision: Decision, padding: float, why_collated: str | None) -> None:
         """Complete a plan that agrees on a few samples."""
         setup, samples, batches = self._setup, decision.samples, list(decision.batches)
         plan = decision.make(padding=padding, micro_batches=len(batches), why_collated=why_collated)
@@ -277,7 +278,6 @@ class Planner:
                 earlier=decision.memory,
             )
         self._choose_graphs(plan, decision, batches, samples)
-        return decision
 
     def _choose_graphs(self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples) -> None:
         if plan.layout in IN_GROUPS:

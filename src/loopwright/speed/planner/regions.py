@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..channels_last import CHANNELS_LAST, images_last, may_help
-from ..compile.blocks import get_ready, repeated_blocks
+from ..compile.blocks import repeated_blocks
+from ..compile.preparation import get_ready
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
 from ..output_layer import ReplacedHead

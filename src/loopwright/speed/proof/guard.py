@@ -6,7 +6,7 @@ All checks read host tensors before they are copied to the device, so no update 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -235,6 +235,14 @@ class Coverage:
             if form.form_differs(update) is None:
                 return form.news_in(update)
         return self.forms[0].form_differs(update)
+
+    def with_new_lengths(self, update: Seen) -> Seen | None:
+        """The covered form of an update in which nothing is new but lengths of samples; None if there is none."""
+        for form in self.forms:
+            if form.form_differs(update) is None:
+                usual = replace(update, shortest=dict(form.shortest), longest=dict(form.longest))
+                return form if form.news_in(usual) is None else None
+        return None
 
     def add(self, update: Seen) -> None:
         for form in self.forms:

@@ -1,0 +1,34 @@
+"""Preparing torch's compiler while other work is done: its worker processes and its imports take seconds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from threading import Thread
+
+_imports: Thread | None = None
+
+
+def get_ready() -> None:
+    """Start inductor's worker processes and import the rest of it, which takes seconds, while other work is done."""
+    global _imports
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # inductor starts them when it needs them
+        return
+    maybe_warm_pool()
+    if _imports is None:
+        _imports = Thread(target=_import_inductor, name="loopwright-imports", daemon=True)
+        _imports.start()
+
+
+def _import_inductor() -> None:
+    with suppress(Exception):  # it is raised where the compiler is used
+        import networkx  # noqa: F401  # a third of the time
+    with suppress(Exception):  # likewise
+        import torch._inductor.compile_fx  # noqa: F401
+
+
+def await_imports() -> None:
+    """Wait until nothing is imported beside this thread: modules of torch import each other in circles."""
+    if _imports is not None:
+        _imports.join()
