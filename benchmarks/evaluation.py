@@ -33,10 +33,11 @@ LOSS_APART, SINGLE_APART = 5e-3, 1e-3
 """Largest relative difference of losses (transformers' is a mean of batches), and of single samples' losses."""
 ERROR_RATIO = 1.25
 """How many times the rounding error of transformers' logits an arm's may have: bf16 rounds differently."""
-CLASSES = 64
-"""Classes of BERT, of which the data has two: the rounding error of a single logit differs fourfold between logits."""
+CLASSES = 256
+"""Classes of BERT; the data has two, and odd and even ones count as these. The rounding error of a logit differs
+fourfold between logits, and is almost the same in all samples."""
 SINGLES = 6
-KEPT_ROWS = 256
+KEPT_ROWS = 64
 TIMED_SECONDS, MOST_CALLS = 3.0, 8
 
 
@@ -111,7 +112,7 @@ def timed(trainer: Any, data: Any, options: argparse.Namespace) -> tuple[float, 
         logits = output.predictions
         found = {
             "loss": float(output.metrics["test_loss"]),
-            "accuracy": float((logits.argmax(-1) == output.label_ids).mean()),
+            "accuracy": float((logits.argmax(-1) % 2 == output.label_ids).mean()),
             "spread": float(logits.std()),
             "logits": [[round(float(each), 5) for each in row] for row in logits[:KEPT_ROWS]],
         }
