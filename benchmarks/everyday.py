@@ -55,12 +55,12 @@ class Plan:
 
 
 PLANS = {
-    "sft-64": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 x 8 samples", 4, 8, timeout=180.0, gib=85),
+    "sft-64": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 x 8 samples", 4, 8, timeout=180.0, gib=80),
     "sft-8": Plan("Llama-like 1.24B, fine-tuning on mixed lengths, 8 samples", 8, 24, timeout=150.0, gib=60),
-    "lora": Plan("Llama-like 8B in bf16, LoRA of rank 16, mixed lengths, 4 x 4 samples", 3, 6, timeout=180.0, gib=80),
+    "lora": Plan("Llama-like 8B in bf16, LoRA of rank 16, mixed lengths, 4 x 4 samples", 3, 6, timeout=180.0, gib=72),
     "gpt2": Plan("GPT-2 124M, pretraining, 16 x 1,024 tokens, no padding", 12, 30, gib=30),
     "bert": Plan("BERT-base, classification, dropout 0.1, 32 samples of up to 512 tokens", 60, 60, DROPOUT),
-    "t5": Plan("T5-v1.1-large, dropout 0.1, 16 x 4 pairs", 14, 8, DROPOUT, timeout=200.0, gib=95),
+    "t5": Plan("T5-v1.1-large, dropout 0.1, 16 x 4 pairs", 14, 8, DROPOUT, timeout=200.0, gib=80),
     "whisper": Plan("Whisper-small, 16 recordings of 30 s", 16, 16, timeout=150.0, gib=28),
     "vit": Plan("ViT-base, 64 images of 224 x 224", 20, 60),
     "convnext": Plan("ConvNeXt-tiny, 64 images of 224 x 224", 20, 60),
@@ -75,6 +75,8 @@ UNDISTURBED = ("ready_s", "first_update_s", "mfu_matmul", "matmul_tflops")
 """Numbers of an arm that was alone from the beginning."""
 MOST_GIB = 132.0
 """Memory of all arms that get ready at the same time."""
+OF_COMPILED = 0.6
+"""The part of that memory that a model takes that is compiled as a whole."""
 
 COLUMNS = (
     Column("ms/update", "ms_per_update", "{:,.2f}"),
@@ -206,8 +208,8 @@ def start_fitting(
 ) -> None:
     """Start the next arms as long as there is a place and memory for them, and none is timed."""
     for pair in list(waiting):
-        used = sum(PLANS[task].gib for task, _ in running)
-        if len(running) >= options.beside or (running and used + PLANS[pair[0]].gib > MOST_GIB):
+        used = sum(most_memory(*each) for each in running)
+        if len(running) >= options.beside or (running and used + most_memory(*pair) > MOST_GIB):
             continue
         with turns.between() as is_free:
             if not is_free:
@@ -222,6 +224,10 @@ def start_fitting(
             )  # fmt: skip
             turns.enter(running[pair].process.pid)
             waiting.remove(pair)
+
+
+def most_memory(task: str, arm: str) -> float:
+    return PLANS[task].gib * (OF_COMPILED if arm == "hand" else 1.0)
 
 
 def preload() -> None:
