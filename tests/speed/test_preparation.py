@@ -1,0 +1,54 @@
+"""Preparing the compiler: it is imported beside other work, and nothing of that is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+CODE = """
+import gc, sys, threading
+import torch
+from loopwright.speed.compile.preparation import await_imports, get_ready
+
+await_imports()  # nothing was begun
+assert "torch._inductor.compile_fx" not in sys.modules
+if sys.argv[1] == "frozen":
+    gc.freeze()
+before = gc.get_freeze_count()
+get_ready()
+get_ready()
+mine = [thread for thread in threading.enumerate() if thread.name == "loopwright-imports"]
+assert len(mine) <= 1
+await_imports()
+assert not any(thread.is_alive() for thread in mine)
+assert "torch._inductor.compile_fx" in sys.modules
+assert (gc.get_freeze_count() > 0) == (before > 0)
+
+module = torch.nn.Linear(2, 2)
+module.compile(backend="aot_eager")
+module(torch.ones(2, 2)).sum().backward()
+print("done")
+"""
+BROKEN = """
+import sys
+sys.modules["torch._inductor.compile_fx"] = None  # importing it raises
+"""
+
+
+def run(code: str, how: str = "plain") -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code, how], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert found.returncode == 0 and found.stdout == "done\n" and not found.stderr, found.stderr
+
+
+def test_the_compiler_is_imported_once_beside_other_work() -> None:
+    for how in ("plain", "frozen"):
+        run(CODE, how)
+
+
+def test_an_import_that_fails_is_not_raised_where_it_was_begun() -> None:
+    begun = CODE.split("await_imports()  # nothing")[0]
+    run(BROKEN + begun + "get_ready()\nawait_imports()\nassert gc.get_freeze_count() == 0\nprint('done')")
