@@ -22,7 +22,7 @@ def get_ready() -> None:
 
 
 def _import_inductor() -> None:
-    # Collections would look at everything imported so far, which takes a quarter of the time.
+    # The garbage collector would traverse everything imported so far, which takes a quarter of the time.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
         gc.freeze()
