@@ -469,6 +469,62 @@ def test_what_the_compared_micro_batches_do_not_have_is_compared_before_it_is_us
     assert second.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+WIDE = """
+from torch import nn
+
+WIDE = 20
+MASKS = {}
+
+
+class Norm(nn.Module):
+    \"\"\"Adds what is in the padding of wide batches to their tokens.\"\"\"
+
+    def __init__(self, plain):
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, x):
+        x, mask = self.plain(x), MASKS.pop("mask")
+        if mask is None or mask.shape != x.shape[:2] or x.shape[1] <= WIDE:
+            return x
+        return x + (x * (mask == 0).unsqueeze(-1)).sum(1, keepdim=True)
+
+
+def watch(module, args, kwargs):
+    MASKS["mask"] = kwargs.get("attention_mask")
+
+
+watch.__module__ = "transformers.here"  # not a hook that prevents layouts
+"""
+
+
+def test_of_many_micro_batches_one_with_padding_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first micro-batch and that with the longest samples have none: they are truncated to one length."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kept_wide.py").write_text(WIDE)
+    wide = importlib.import_module("kept_wide")
+
+    def model() -> nn.Module:
+        made = build("llama", "causal")
+        made.model.norm = wide.Norm(made.model.norm)
+        made.model.register_forward_pre_hook(wide.watch, with_kwargs=True)
+        return made
+
+    def lengths(*wanted: int) -> list[dict[str, Tensor]]:
+        rows = zip(samples(12, "causal"), wanted, strict=True)
+        return [{name: value.repeat(length)[:length] for name, value in row.items()} for row, length in rows]
+
+    try:
+        first = run(tmp_path / "first", model(), lengths(*[12] * 6, *[3, 9] * 3), max_steps=1, **MANY)
+        assert first.plan.layout == "flat" and len(files()) == 1
+        other = lengths(*[12] * 3, *[23] * 3, *[22, 3, 3] * 2)
+        found = run(tmp_path / "second", model(), other, max_steps=1, **MANY)
+        alone = run(tmp_path / "alone", model(), other, max_steps=1, speed="off", **MANY)
+    finally:
+        del sys.modules["kept_wide"]
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 # ---- code -----------------------------------------------------------------------------------------------------------
 
 MODEL = """

@@ -34,6 +34,39 @@ BROKEN = """
 import sys
 sys.modules["torch._inductor.compile_fx"] = None  # importing it raises
 """
+FORKED = """
+import gc, os, signal, sys, threading
+import torch
+from loopwright.speed.compile import preparation
+
+begun, go_on = threading.Event(), threading.Event()
+
+
+class Slow:
+    \"\"\"The compiler is half imported until a fork was begun.\"\"\"
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._inductor.ir" and threading.current_thread().name == "loopwright-imports":
+            begun.set()
+            go_on.wait(5.0)
+
+
+sys.meta_path.insert(0, Slow())
+preparation.get_ready()
+assert begun.wait(60.0)
+if sys.argv[1] == "frozen":
+    gc.freeze()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    import torch._inductor.compile_fx
+    os._exit(0 if (gc.get_freeze_count() > 0) == (sys.argv[1] == "frozen") else 1)
+go_on.set()
+assert os.waitpid(child, 0)[1] == 0
+preparation.await_imports()
+assert (gc.get_freeze_count() > 0) == (sys.argv[1] == "frozen")
+print("done")
+"""
 
 
 def run(code: str, how: str = "plain") -> None:
@@ -52,3 +85,9 @@ def test_the_compiler_is_imported_once_beside_other_work() -> None:
 def test_an_import_that_fails_is_not_raised_where_it_was_begun() -> None:
     begun = CODE.split("await_imports()  # nothing")[0]
     run(BROKEN + begun + "get_ready()\nawait_imports()\nassert gc.get_freeze_count() == 0\nprint('done')")
+
+
+def test_a_process_forked_during_the_import_can_import_too() -> None:
+    """What a user has frozen before the fork stays frozen."""
+    for how in ("plain", "frozen"):
+        run(FORKED, how)

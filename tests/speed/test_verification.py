@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,12 @@ def test_of_new_lengths_the_longest_sample_is_compared_and_not_the_update(
 ) -> None:
     whole: list[int] = []
     update = Prover.update
-    monkeypatch.setattr(Prover, "update", lambda *args, **more: whole.append(1) or update(*args, **more))
+
+    def counted(self: Any, samples: Any, batches: Any, **more: Any) -> Any:
+        whole.extend([1] if len(batches) > 1 else [])  # updates have two micro-batches
+        return update(self, samples, batches, **more)
+
+    monkeypatch.setattr(Prover, "update", counted)
     data = with_a_long_sample(3, per_update=12, updates=4)
     widest = max(len(each["input_ids"]) for each in data)
     found = {}
@@ -140,4 +146,52 @@ def test_of_new_lengths_the_longest_sample_is_compared_and_not_the_update(
     assert checks["proved again"] == 1
     assert checks["with new inputs, not regrouped"] == (0 if is_equal else 1)
     assert len(whole) == 1 + audits if is_equal else len(whole) > 1 + audits
+    assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-5)
+
+
+class Within(Beyond):
+    """A model that looks at padding in batches of one width, or of so many tokens."""
+
+    def __init__(self, width: int | None = None, tokens: int | None = None) -> None:
+        super().__init__(0)
+        self.width, self.tokens = width, tokens
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> dict[str, Any]:
+        outputs = self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **more)
+        is_met = input_ids.shape[1] == self.width or input_ids.numel() == self.tokens
+        looks = attention_mask is not None and is_met
+        loss = outputs.loss + 0.1 * outputs.logits.square().mean() if looks else outputs.loss
+        return {"loss": loss, "logits": outputs.logits}
+
+
+class Longest(Beyond):
+    """A model that scales the embeddings of a batch by its longest sample, once that is long."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> dict[str, Any]:
+        positions = more.pop("position_ids", None)
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+        embedded = self.inner.get_input_embeddings()(input_ids) * min(1.0, self.width / (int(positions.max()) + 1))
+        more |= {"attention_mask": attention_mask, "labels": labels, "position_ids": positions}
+        outputs = self.inner(inputs_embeds=embedded, **more)
+        return {"loss": outputs.loss, "logits": outputs.logits}
+
+
+@pytest.mark.parametrize("kind", ["width", "tokens", "longest"])
+def test_of_new_lengths_the_real_micro_batch_is_compared_too(kind: str, tmp_path: Path) -> None:
+    """A stretched sample has another length, three samples have fewer tokens, and two of them may have no targets."""
+    data = with_a_long_sample(3, per_update=12, updates=4)
+    lengths = [len(each["input_ids"]) for each in data]
+    models = {"width": Within(max(lengths)), "tokens": Within(tokens=12 * max(lengths)), "longest": Longest(14)}
+    options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1} if kind == "tokens" else {}
+    if kind == "longest":
+        order = sorted(range(24, 36), key=lambda place: lengths[place])
+        for place in (order[0], order[6]):  # the shortest one and a usual one
+            data[place] = {**data[place], "labels": torch.full_like(data[place]["labels"], -100)}
+    found = {}
+    for speed in ("max", "off"):
+        torch.manual_seed(0)
+        model = copy.deepcopy(models[kind])
+        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=4, **options)
+    assert found["max"].plan.layout == "flat"
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-5)

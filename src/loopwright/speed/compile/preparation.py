@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
-from threading import Thread
+import os
+from threading import Thread, current_thread
+
+MOST_SECONDS = 60.0
+"""How long a fork waits at most for what is imported."""
 
 _imports: Thread | None = None
 
@@ -19,6 +23,8 @@ def get_ready() -> None:
     if _imports is None:
         _imports = Thread(target=_import_inductor, name="loopwright-imports", daemon=True)
         _imports.start()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=_before_fork)
 
 
 def _import_inductor() -> None:
@@ -26,13 +32,20 @@ def _import_inductor() -> None:
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
         gc.freeze()
+    frozen = gc.get_freeze_count()
     try:
         import torch._inductor.compile_fx  # noqa: F401
     except Exception:  # it is raised where the compiler is used
         pass
     finally:
-        if is_ours:
+        if is_ours and gc.get_freeze_count() <= frozen:  # more if others have frozen objects in the meantime
             gc.unfreeze()
+
+
+def _before_fork() -> None:
+    """Wait for the imports: the locks of modules that are half imported would never be released in the new process."""
+    if _imports is not None and _imports is not current_thread():
+        _imports.join(MOST_SECONDS)
 
 
 def await_imports() -> None:

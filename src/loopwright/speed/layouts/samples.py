@@ -96,6 +96,26 @@ class Samples:
         along = {name for axis in self.axes.values() for name in axis.names}
         return [name for name in self.tensors if name not in along]
 
+    def have_targets(self) -> np.ndarray:
+        """Which samples have a target: nothing of the others is in the loss, so that comparing them shows nothing."""
+        labels = self.tensors.get("labels")
+        if labels is None or labels.is_floating_point():
+            return np.ones(len(self), dtype=bool)
+        found: np.ndarray = (labels != IGNORED).reshape(len(self), -1).any(1).numpy()
+        return found
+
+    def in_batches(self, places: Sequence[int], sizes: Sequence[int]) -> Samples:
+        """The samples of some of the micro-batches, all of which have these numbers of samples."""
+        ends = np.cumsum(sizes)
+        rows = np.concatenate([np.arange(ends[place] - sizes[place], ends[place]) for place in places])
+        return replace(self.select(rows), paddings=self.paddings)
+
+    def longest_with_targets(self) -> int:
+        """The index of the longest sample with targets; of the longest one if none has any."""
+        lengths = np.sum([axis.lengths for axis in self.axes.values()], axis=0)
+        has = self.have_targets()
+        return int(np.where(has, lengths, 0).argmax() if has.any() else lengths.argmax())
+
     def select(self, indices: np.ndarray) -> Samples:
         """The samples at these indices."""
         chosen = torch.from_numpy(indices)
@@ -209,6 +229,11 @@ def _check(batches: Sequence[Any]) -> None:
                 raise NoSamples(f"{name!r} is a {type(value).__name__}, not a tensor")
             elif value != first[name]:
                 raise NoSamples(f"{name!r} differs from batch to batch")
+
+
+def place_of(sample: int, sizes: Sequence[int]) -> int:
+    """The micro-batch of a sample, where all have these numbers of samples."""
+    return int(np.searchsorted(np.cumsum(sizes), sample, side="right"))
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:

@@ -16,14 +16,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...core.checkpoint.schema import any_number, count, maybe, named, number, record, text
 from ...notices import logger
 from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
-from ..layouts.rows import Limits
-from ..layouts.samples import Samples, rows_of
+from ..layouts.rows import Limits, padded_tokens
+from ..layouts.samples import Samples, place_of, rows_of
 from ..memory.estimate import POLICIES, MemoryEstimate
 from ..memory.token_budget import MeasuredMemory
 from ..model_stamp import described
@@ -224,19 +222,25 @@ class KeptDecision(Decision):
         return self._agreed(candidate.name)
 
     def _reference_update(self) -> Reference:
-        """The normal path on the micro-batch with the longest sample and on another one."""
+        """The normal path on the micro-batch with the longest sample and on the one with the most padding."""
         sizes = [rows_of(batch) for batch in self.batches]
         if len(sizes) <= COMPARED_AGAIN:
             return super()._reference_update()
-        lengths = np.sum([axis.lengths for axis in self.samples.axes.values()], axis=0)
-        ends = np.cumsum(sizes)
-        longest = int(np.searchsorted(ends, int(lengths.argmax()), side="right"))
-        others = [place for place in range(len(sizes)) if place != longest]
+        longest = place_of(self.samples.longest_with_targets(), sizes)
+        # Samples of one length, and those truncated to the same length, have no padding that could be looked at.
+        paddings = {place: self._padding_in(place, sizes) for place in range(len(sizes)) if place != longest}
+        others = sorted(paddings, key=lambda place: -paddings[place])
         chosen = sorted([longest, *others[: COMPARED_AGAIN - 1]])
         self.compared = f"{len(chosen)} of {len(sizes)} micro-batches were compared again, and agree"
-        rows = np.concatenate([np.arange(ends[place] - sizes[place], ends[place]) for place in chosen])
-        samples = replace(self.samples.select(rows), paddings=self.samples.paddings)
+        samples = self.samples.in_batches(chosen, sizes)
         return self.prover.update(samples, [self.batches[place] for place in chosen])
+
+    def _padding_in(self, place: int, sizes: Sequence[int]) -> int:
+        """The tokens of padding beside samples with targets in a micro-batch."""
+        part, batch = self.samples.in_batches([place], sizes), self.batches[place]
+        if not part.have_targets().any():
+            return -1
+        return padded_tokens([batch], part) - part.real_tokens
 
     def _covered(self, reference: Reference, limits: Limits) -> Coverage:
         """What was compared of this update, and the lengths that an earlier run has compared."""

@@ -8,7 +8,7 @@ from typing import Any
 from ..device.prefetch import leaves
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
-from ..layouts.samples import Samples
+from ..layouts.samples import Samples, place_of, rows_of
 from ..output_layer import ReplacedHead
 from ..planner.decision import ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
@@ -62,7 +62,7 @@ class Verification:
             self._tell(f"speed: steps with new inputs keep the collator's batches: {news}")
             return False
         self.proofs += 1
-        if self._covers_lengths(samples, update):
+        if self._covers_lengths(batches, samples, limits, update):
             return True
         proof = self.prove(batches, samples, limits, covers=True)
         if not proof.accepted:
@@ -70,17 +70,30 @@ class Verification:
             self._tell(f"speed: steps like this one keep the collator's batches: {news}, and then {proof.reason}")
         return proof.accepted
 
-    def _covers_lengths(self, samples: Samples, update: Seen) -> bool:
-        """Whether only lengths are new, and its longest, its shortest and a usual sample agree: seconds are saved."""
+    def _covers_lengths(self, batches: Sequence[Any], samples: Samples, limits: Limits, update: Seen) -> bool:
+        """Whether only lengths are new, and its longest, its shortest and a usual sample agree: seconds are saved.
+
+        The micro-batch of the longest sample is compared too, as it is: a stretched sample has another length, and
+        three samples are fewer than a model may look at.
+        """
         form, plan = self.coverage.with_new_lengths(update), self._plan
         if form is None:
             return False
         prover = self._prover()
         found = prover.prove_lengths(prover.candidate(plan.layout, plan, self._layout, self._head), samples)
-        if found is None:
+        if found is None or not self._longest_agrees(batches, samples, limits):
             return False
         form.cover(found.shortest, found.longest)
-        return self.coverage.news_in(update) is None
+        if self.coverage.news_in(update) is not None:
+            return False
+        form.add(update)  # its padding, if there was none before
+        return True
+
+    def _longest_agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits) -> bool:
+        sizes = [rows_of(batch) for batch in batches]
+        place = place_of(samples.longest_with_targets(), sizes)
+        part = samples.in_batches([place], sizes)
+        return self.prove(batches[place : place + 1], part, limits, covers=False).accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
         """Compare a whole update with the normal path; with `covers`, inputs that agree are covered from now on."""

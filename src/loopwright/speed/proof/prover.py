@@ -154,6 +154,10 @@ class Prover:
         """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""
         lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
         order = np.argsort(lengths, kind="stable")
+        has_targets = samples.have_targets()
+        if not has_targets.any():
+            return None
+        order = order[has_targets[order]]
         most = longest_possible(self._setup.model)
         if most is None and self._setup.on_gpu:
             return None  # a position out of range would abort the process on a GPU instead of raising an error
