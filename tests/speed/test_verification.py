@@ -195,3 +195,29 @@ def test_of_new_lengths_the_real_micro_batch_is_compared_too(kind: str, tmp_path
         found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=4, **options)
     assert found["max"].plan.layout == "flat"
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-5)
+
+
+def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recomputed: list[str] = []
+
+    def sparing(self: Any, plan: Any) -> Any:
+        def recompute(stack: Any) -> None:
+            recomputed.append(plan.layout)
+            stack.callback(self._setup.recompute("full"))
+
+        return recompute
+
+    monkeypatch.setattr(Prover, "_sparing", sparing)  # as on GPUs
+    data = with_a_long_sample(3, per_update=12, updates=6)
+    found = {}
+    for speed in ("max", "off"):
+        torch.manual_seed(0)
+        model = build("llama", "causal")
+        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=6)
+        assert not model.is_gradient_checkpointing
+    checks = found["max"].trainer.speed_report().as_dict()["checks"]
+    assert checks["laid out"] == 6 and checks["proved again"] == 1 and len(recomputed) == 2  # longer rows, new lengths
+    assert "chosen again" not in caplog.text and "have changed" not in caplog.text
+    assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)

@@ -92,8 +92,13 @@ class Verification:
     def _longest_agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits) -> bool:
         sizes = [rows_of(batch) for batch in batches]
         place = place_of(samples.longest_with_targets(), sizes)
-        part = samples.in_batches([place], sizes)
-        return self.prove(batches[place : place + 1], part, limits, covers=False).accepted
+        part, prover, plan = samples.in_batches([place], sizes), self._prover(), self._plan
+        try:
+            reference = prover.update(part, [batches[place]], repeats=False, sparing=plan)
+        except ProofRefused:
+            return False
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
+        return prover.prove_update(candidate, reference).accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
         """Compare a whole update with the normal path; with `covers`, inputs that agree are covered from now on."""

@@ -65,13 +65,21 @@ class Prover:
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
         return self._prober.reference(chosen, [self._setup.to_device(chosen.padded())], Setting(self._exact, train))
 
-    def update(self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True) -> Reference:
-        """The normal path on an update in train mode; in smaller batches than the collator's if memory runs out."""
+    def update(
+        self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True, sparing: SpeedPlan | None = None
+    ) -> Reference:
+        """The normal path on an update in train mode; in smaller batches than the collator's if memory runs out.
+
+        `sparing`: the plan of a run whose updates need less memory; activations are recomputed to stay below that.
+        """
         parts = len(batches)
         while True:
             try:
                 on_device = [self._setup.to_device(batch) for batch in batches]
-                return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
+                with ExitStack() as stack:
+                    if sparing is not None:
+                        self._sparing(sparing)(stack)
+                    return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
             except ProofRefused as refusal:
                 if not refusal.ran_out or samples is None or parts >= len(samples):
                     raise
@@ -145,7 +153,7 @@ class Prover:
         return Seen.of(samples, row=longest_row(laid.batches) if plan.layout in ONE_ROW else 0)
 
     def _sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
-        """Recomputes whole blocks on GPUs: rows of the token budget, not compiled, would need more than training."""
+        """Recomputes whole blocks on GPUs: what is not laid out, or not compiled, would need more than training."""
         setup = self._setup
         is_possible = setup.on_gpu and "full" in setup.policies and plan.activations == "none" and not setup.recomputes
         return lambda stack: stack.callback(setup.recompute("full")) if is_possible else None
