@@ -227,7 +227,7 @@ class KeptDecision(Decision):
         if len(sizes) <= COMPARED_AGAIN:
             return super()._reference_update()
         longest = place_of(self.samples.longest_with_targets(), sizes)
-        # Samples of one length, and those truncated to the same length, have no padding that could be looked at.
+        # Samples of one length, and those truncated to the same length, have no padding.
         paddings = {place: self._padding_in(place, sizes) for place in range(len(sizes)) if place != longest}
         others = sorted(paddings, key=lambda place: -paddings[place])
         chosen = sorted([longest, *others[: COMPARED_AGAIN - 1]])

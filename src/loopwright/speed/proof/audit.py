@@ -73,8 +73,8 @@ class Verification:
     def _covers_lengths(self, batches: Sequence[Any], samples: Samples, limits: Limits, update: Seen) -> bool:
         """Whether only lengths are new, and its longest, its shortest and a usual sample agree: seconds are saved.
 
-        The micro-batch of the longest sample is compared too, as it is: a stretched sample has another length, and
-        three samples are fewer than a model may look at.
+        The micro-batch of the longest sample is compared too, as it is: a stretched sample has another length, and the
+        loss may depend on the number of rows.
         """
         form, plan = self.coverage.with_new_lengths(update), self._plan
         if form is None:
