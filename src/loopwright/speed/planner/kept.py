@@ -1,9 +1,9 @@
 """What an earlier run has proved about the same model, kept in the user's cache folder.
 
 Only what agreed on a few samples is kept, and what was counted. A later run decides everything else from its own data
-and memory (which layout is worth it, the token budget, graphs, compiling), compares two micro-batches of its first
-update, and makes its plan from the beginning if they differ. The file is data: JSON of a declared form, signed by this
-user.
+and memory (which layout is worth it, the token budget, graphs, compiling), compares the loss of its first update and
+the gradients of two micro-batches, and makes its plan from the beginning if they differ. The file is data: JSON of a
+declared form, signed by this user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..layouts.candidates import Layout
 from ..layouts.rows import Limits, padded_tokens
 from ..layouts.samples import Samples, place_of, rows_of
 from ..memory.estimate import POLICIES, MemoryEstimate
-from ..memory.token_budget import MeasuredMemory
+from ..memory.token_budget import MeasuredMemory, limits_for
 from ..model_stamp import described
 from ..proof.distance import HALF, NOISE_APART
 from ..proof.guard import Coverage, Seen
@@ -41,7 +41,7 @@ MOST_NOISE = HALF.gradient / NOISE_APART
 """Rounding error from which the tolerance depends on the weights, and is determined in each run."""
 EARLIER = "plan of an earlier run"
 COMPARED_AGAIN = 2
-"""Micro-batches of the first update that are compared again."""
+"""Micro-batches of the first update whose gradients are compared again."""
 _BYTES = record({policy: number(0) for policy in POLICIES}, others=False)
 _MEMORY = record({"fixed": count(), "per_token": _BYTES}, others=False)
 _FORM = record(
@@ -198,7 +198,7 @@ class NotKept(Exception):
 
 
 class KeptDecision(Decision):
-    """Takes from an earlier run what agreed on a few samples; of the update, some micro-batches are compared."""
+    """Takes from an earlier run what agreed on a few samples; compares the update again."""
 
     where = " in an earlier run"
 
@@ -207,6 +207,8 @@ class KeptDecision(Decision):
         self._kept = kept
         self.memory = kept.memory
         self.compared = "this step was compared again, and agrees"
+        self._others: list[int] = []
+        """The micro-batches of which only the loss is compared."""
 
     @property
     def is_comparable(self) -> bool:
@@ -221,6 +223,22 @@ class KeptDecision(Decision):
     def _prove(self, candidate: Candidate) -> Proof:
         return self._agreed(candidate.name)
 
+    def prove_update(self) -> tuple[str, Proof] | Coverage:
+        """The same, with gradients of some micro-batches and the loss of the others."""
+        found = super().prove_update()
+        if not self._others or not isinstance(found, Coverage):
+            return found
+        plan, sizes = self.plan, [rows_of(batch) for batch in self.batches]
+        limits = limits_for(plan, self._setup, self.batches, self.samples)
+        candidate = self._candidate(plan.layout, self.head, limits=limits)
+        samples = self.samples.in_batches(self._others, sizes)
+        proof = self.prover.prove_loss(candidate, samples, [self.batches[place] for place in self._others])
+        if not proof.accepted:
+            return plan.layout, proof
+        part = f"{len(sizes) - len(self._others)} of {len(sizes)} micro-batches"
+        self.compared = f"the loss of this step and the gradients of {part} were compared again, and agree"
+        return found
+
     def _reference_update(self) -> Reference:
         """The normal path on the micro-batch with the longest sample and on the one with the most padding."""
         sizes = [rows_of(batch) for batch in self.batches]
@@ -231,7 +249,7 @@ class KeptDecision(Decision):
         paddings = {place: self._padding_in(place, sizes) for place in range(len(sizes)) if place != longest}
         others = sorted(paddings, key=lambda place: -paddings[place])
         chosen = sorted([longest, *others[: COMPARED_AGAIN - 1]])
-        self.compared = f"{len(chosen)} of {len(sizes)} micro-batches were compared again, and agree"
+        self._others = [place for place in range(len(sizes)) if place not in chosen]
         samples = self.samples.in_batches(chosen, sizes)
         return self.prover.update(samples, [self.batches[place] for place in chosen])
 

@@ -188,7 +188,7 @@ class Prober:
         """
         try:
             setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
-            outcome = self._run(batches, _as_is, setting)
+            outcome = self._run(batches, as_is, setting)
             if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
                 raise ProofRefused("the loss is not finite")
             if setting.train and (counter := counted_by(outcome.before, outcome.after)) is not None:
@@ -205,7 +205,7 @@ class Prober:
         return Reference(samples, batches, outcome, setting, depends_on_padding)
 
     def _depends_on_padding(self, batches: list[Any], setting: Setting, plain: float) -> bool:
-        poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
+        poisoned = self.loss([poisoned_tensors(batch) for batch in batches], as_is, setting)
         return not relative(plain, poisoned) <= setting.tolerance.still
 
     def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
@@ -213,7 +213,7 @@ class Prober:
         if setting.tolerance is not DOUBLE:
             return setting.tolerance
         with self.quiet(setting), NumberFormats() as formats:
-            self._loss_of(batches, _as_is)
+            self._loss_of(batches, as_is)
         return SINGLE if formats.coarse else DOUBLE
 
     def _check_repeats(self, batches: list[Any], setting: Setting, first: float | None) -> None:
@@ -223,13 +223,13 @@ class Prober:
         """
         if first is None:
             with self.quiet(setting):
-                first = float(self._loss_of(batches, _as_is).detach())
+                first = float(self._loss_of(batches, as_is).detach())
         draws = False
         for seed in SEEDS:
             with self.quiet(setting):
                 seed_all(seed)
                 streams = random_streams(self._model)
-                again = float(self._loss_of(batches, _as_is).detach())
+                again = float(self._loss_of(batches, as_is).detach())
                 draws |= streams != random_streams(self._model)
             if not is_close(first, again, setting.tolerance.still):
                 what = self.random if draws else "two evaluations differ"
@@ -250,7 +250,7 @@ class Prober:
         """Whether the candidate's half-precision kernels have about the rounding error of those they replace."""
         expected, setting = reference.outcome.gradient, Setting(HALF, train=False, whole=False, around=around)
         if reference.half_error is None:
-            found = self._run(reference.batches, _as_is, setting).gradient
+            found = self._run(reference.batches, as_is, setting).gradient
             reference.half_error = gradient_distance(expected, found)
             del found  # it would be in memory beside that of the candidate
         stock = reference.half_error
@@ -336,7 +336,7 @@ class Prober:
         lay = candidate.lay_together
         if lay is None or before is None or after is None:
             return None
-        return relative(*(self._loss(lay(samples), candidate.prepare, setting) for samples in (before, after)))
+        return relative(*(self.loss(lay(samples), candidate.prepare, setting) for samples in (before, after)))
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
@@ -355,12 +355,17 @@ class Prober:
             loss = self._loss_of(batches, prepare, backward)
             return Outcome(float(loss), gradients.values, before, state_of(self._model), list(shapes))
 
-    def _loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
+    def loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
+        """The loss of an update, one micro-batch at a time, without gradients."""
         with self.quiet(setting), torch.enable_grad():  # the loss function may compute gradients itself
-            return float(self._loss_of(batches, prepare).detach())
+            return float(self._loss_of(batches, prepare, _leave).detach())
 
 
-def _as_is(batch: Any) -> Any:
+def _leave(loss: Tensor | None, factor: Any = None) -> None:
+    """In place of a backward: the graph of a micro-batch is freed before the next."""
+
+
+def as_is(batch: Any) -> Any:
     return batch
 
 

@@ -17,10 +17,10 @@ from ..memory.token_budget import limits_for
 from ..output_layer import ReplacedHead
 from ..planner.decision import IN_ROWS, ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
-from .distance import half_tolerance
+from .distance import half_tolerance, relative
 from .gradients import share_equal
 from .guard import Seen
-from .prober import Candidate, Prober, Proof, ProofRefused, Reference, Setting, tolerance_of
+from .prober import Candidate, Prober, Proof, ProofRefused, Reference, Setting, as_is, tolerance_of
 from .sample_lengths import joined, longest_possible, shortened_to, stretched
 
 PROBE_SAMPLES, PROBE_TOKENS = 4, 256
@@ -124,6 +124,20 @@ class Prover:
     def prove_update(self, candidate: Candidate, reference: Reference) -> Proof:
         """Compare on a whole update, split as in training."""
         return self._prober.prove(candidate, reference, divided=False)
+
+    def prove_loss(self, candidate: Candidate, samples: Samples, batches: Sequence[Any]) -> Proof:
+        """Compare the loss alone on micro-batches of an update, split as in training."""
+        setting, proof = self._setting(), Proof(candidate.name)
+        try:
+            expected = self._prober.loss([self._setup.to_device(batch) for batch in batches], as_is, setting)
+            with candidate.install():
+                laid = batches if candidate.lay_update is None else candidate.lay_update(samples)
+                found = self._prober.loss([self._setup.to_device(batch) for batch in laid], candidate.prepare, setting)
+        except Exception as error:  # any error of the model on these inputs refuses the candidate
+            return proof.refuse(f"{type(error).__name__}: {error}")
+        proof.numbers["loss"] = relative(expected, found)
+        proof.accepted = proof.numbers["loss"] <= setting.tolerance.loss
+        return proof if proof.accepted else proof.refuse(f"the loss differs by {proof.numbers['loss']:.0e}")
 
     def covered(
         self, plan: SpeedPlan, layout: Layout, head: ReplacedHead | None, reference: Reference, limits: Limits
