@@ -554,6 +554,32 @@ def test_a_sum_of_two_means_is_said(tmp_path: Any) -> None:
     assert [text for text in trainer._loopwright.notices.told if "several means" in text]
 
 
+def coupled(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **options: Any) -> Tensor:
+    """Divided by the items, and with a term that compares samples."""
+    total, count = summed(logits[:, :-1], labels[:, 1:])
+    items = count if num_items_in_batch is None else num_items_in_batch
+    return total / items + 0.1 * logits[:, 0].std(0, False).mean()
+
+
+@pytest.mark.parametrize("way", ["registered by its kind", "in the place of the library's", "assigned to the model"])
+def test_a_loss_given_to_a_model_of_transformers_is_tested(
+    way: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    model = models.gpt2()
+    if way == "assigned to the model":
+        model.loss_function = coupled
+    else:
+        model.loss_type = "Coupled" if way.startswith("registered") else "ForCausalLM"
+        monkeypatch.setitem(LOSS_MAPPING, model.loss_type, coupled)
+    trainer = trainer_of(model, samples((9, 4, 14, 6)), tmp_path, max_steps=1, per_device_train_batch_size=2,
+                         gradient_accumulation_steps=2)  # fmt: skip
+    trainer.train()
+    assert trainer._loopwright.run.accounting.is_additive is False
+    assert [text for text in trainer._loopwright.notices.told if "depends on its split" in text]
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from loopwright.pt import acceleration
 from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.loss.learning import LossLearning
+from loopwright.pt.loss.probe import LossProbe
 from loopwright.speed import user_cache
 from loopwright.speed.compile.cache import is_cached, load_compile_cache
 from loopwright.speed.layouts.samples import take_apart
@@ -125,6 +126,29 @@ def test_other_weights_are_compared_too(tmp_path: Path, counted: Counter[str]) -
             parameter.mul_(1.5)
     found = run(tmp_path / "second", other)
     assert is_taken_over(found) and counted["prove_update"] >= 1 and counted["references"] == 0
+
+
+def test_the_form_of_a_librarys_loss_is_inferred_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    forwards: list[str] = []
+    monkeypatch.setattr(LossProbe, "_computed", _noting(LossProbe._computed, "forward", forwards))
+    first = run(tmp_path / "first")
+    assert forwards and json.loads(read_signed(files()[0], files()[0].name))["shift"] is True
+    forwards.clear()
+    second = run(tmp_path / "second")
+    assert is_taken_over(second) and not forwards and first.losses == second.losses
+    found = [each.trainer._loopwright.run.accounting.state_dict() for each in (first, second)]
+    assert {**found[0], "looks": 0} == found[1]
+    monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", unshifted)
+    other = run(tmp_path / "other")
+    assert forwards and not other.trainer._loopwright.run.accounting.shifts
+
+
+def unshifted(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **rest: Any) -> Tensor:
+    """A loss of every target, the first ones included."""
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 # ---- what is not the same -------------------------------------------------------------------------------------------
@@ -276,7 +300,7 @@ def test_values_of_another_kind_are_refused() -> None:
             "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0},
             "memory": {"measured_for": "flat", "estimate": {
                 "fixed": 9, "per_token": {"none": 3.0, "selective": 2.0, "full": 1.0}}},
-            "shortest": {"source": 2}, "longest": {"source": 9}, "row": 64}  # fmt: skip
+            "shortest": {"source": 2}, "longest": {"source": 9}, "row": 64, "shift": False}  # fmt: skip
     memory = KeptPlan.from_json(json.dumps(good).encode()).memory
     assert memory is not None and memory.estimate.at(10, "selective") == 29
     assert KeptPlan.from_json(json.dumps(good).encode()).work == Work(3, 0.1, 0.1, 2.0)
@@ -286,7 +310,8 @@ def test_values_of_another_kind_are_refused() -> None:
             is_alike = new is None or (
                 kind == "a string" and path[-1] in ("made_for", "form", "shape", "code", "measured_for")
             )
-            if is_alike or (kind == "null" and path in (("work",), ("memory",))):
+            is_alike |= kind == "true" and path == ("shift",)
+            if is_alike or (kind == "null" and path in (("work",), ("memory",), ("shift",))):
                 continue
             with pytest.raises(ValueError):
                 KeptPlan.from_json(new.encode() if isinstance(new, str) else new)

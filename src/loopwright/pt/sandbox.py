@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..snapshot import Snapshot
+from ..speed.users_loss import users_loss_of
+from .data.columns import innermost
 from .devices import is_lazy
 from .refilling import Undo, random_stream, refilling
 from .shared_state import globals_of, shared_by
@@ -271,7 +273,7 @@ def _copied(iterator: Any) -> Any:
 
 def _loss_functions(trainer: Any) -> list[Any]:
     """The user's functions that compute a loss."""
-    found = [getattr(trainer, "compute_loss_func", None)]
+    found = [getattr(trainer, "compute_loss_func", None), users_loss_of(innermost(getattr(trainer, "model", None)))]
     for cls in type(trainer).__mro__:
         function = vars(cls).get("compute_loss")
         if isinstance(function, FunctionType) and not cls.__module__.startswith("loopwright."):

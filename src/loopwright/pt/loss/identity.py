@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from ...speed.model_stamp import fingerprint
+from ...speed.users_loss import users_loss_of
 from ..data.columns import innermost
 
 
@@ -17,7 +18,7 @@ def stamp_of(trainer: Any) -> str:
         f"{type(model).__module__}.{type(model).__qualname__}",
         _configuration(getattr(model, "config", None)),
         fingerprint(type(model).forward),
-        fingerprint(getattr(model, "_loss_function", None)),
+        fingerprint(users_loss_of(model)),
         fingerprint(getattr(type(trainer), "compute_loss", None)),
         fingerprint(vars(trainer).get("compute_loss")),
         fingerprint(trainer.compute_loss_func),

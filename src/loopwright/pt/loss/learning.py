@@ -14,6 +14,7 @@ from ...core.measure.ledger import PROVING
 from ...core.part import LossPart
 from ...core.user_code.overrides import accepts, is_overridden, reaches_ours
 from ...speed.proof.audit import is_turn
+from ...speed.users_loss import users_loss_of
 from ..data.columns import innermost
 from ..devices import is_lazy
 from ..part import TorchPart
@@ -164,6 +165,22 @@ class LossLearning(TorchPart, LossPart):
         if reports:
             self._report_trouble()
         return self.is_additive()
+
+    def known_shift(self) -> bool | None:
+        """Whether the loss omits the first target of each row, if its code decides that: of a library's sum over items.
+
+        A user's loss is inferred in each run: its form may depend on the data.
+        """
+        accounting = self.run.accounting
+        is_known = accounting.is_trusted and accounting.kind is LossKind.SCALED and not accounting.undecided_shift
+        return accounting.shifts if is_known and not accounting.is_claimed else None
+
+    def take_shift(self, shift: bool) -> None:
+        """Take over what `known_shift` has returned in an earlier run with the same code."""
+        accounting = self.run.accounting
+        if accounting.is_trusted and not accounting.is_claimed and accounting.kind is None:
+            found = {"kind": LossKind.SCALED.name, "shift": shift, "additive": True, "reason": ""}
+            accounting.load_state_dict({**accounting.state_dict(), **found})
 
     def _is_recheck_due(self) -> bool:
         """Whether a custom loss is tested again in this update; uses the updates that are audited for speed.
@@ -355,7 +372,4 @@ def _contradicts(now: LossAccounting, before: LossAccounting) -> bool:
 
 def _has_loss_of_transformers(model: nn.Module) -> bool:
     """Whether the model's loss is a function of transformers that was not replaced."""
-    is_of_transformers = type(model).__module__.startswith("transformers.")
-    return (
-        is_of_transformers and getattr(model, "_loss_function", None) is None
-    )  # the property would warn for some models
+    return type(model).__module__.startswith("transformers.") and users_loss_of(model) is None

@@ -13,6 +13,7 @@ from torch import nn
 from ...speed.compile.cache import cache_key
 from ...speed.model_stamp import described, plain_settings
 from ...speed.source_code import source_digest
+from ...speed.users_loss import users_loss_of
 from ..arguments import TrainingArguments
 from ..data.columns import innermost, without_wrappers
 
@@ -43,7 +44,7 @@ def plan_key(trainer: Any, model: nn.Module, args: TrainingArguments, *, identit
 def code_key(trainer: Any, model: nn.Module, *, with_values: bool = False) -> str | None:
     """A digest of the code that computes the loss, as far as it is imported; None if it is not all in files."""
     attention = _attention_of(getattr(innermost(model), "config", None))
-    others = (trainer, trainer.data_collator, trainer.compute_loss_func, attention)
+    others = (trainer, trainer.data_collator, trainer.compute_loss_func, users_loss_of(innermost(model)), attention)
     return source_digest(without_wrappers(model), *others, with_values=with_values)
 
 

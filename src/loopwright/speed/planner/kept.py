@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.checkpoint.schema import any_number, count, maybe, named, number, record, text
+from ...core.checkpoint.schema import any_number, count, flag, maybe, named, number, record, text
 from ...notices import logger
 from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
@@ -52,6 +52,7 @@ _FORM = record(
         "memory": maybe(record({"measured_for": text, "estimate": _MEMORY}, others=False)),
         **dict.fromkeys(("shortest", "longest"), named(count())),
         "row": count(),
+        "shift": maybe(flag),
     },
     others=False,
 )
@@ -76,6 +77,8 @@ class KeptPlan:
     """The lengths of samples, by axis, that were compared."""
     row: int = 0
     """The longest row that was compared."""
+    shift: bool | None = None
+    """Whether the loss of a library omits the first target of each row; None if each run has to infer it."""
     code: str = ""
     """The code as it was imported after the comparisons: a forward may import more than there was before."""
 
@@ -89,6 +92,7 @@ class KeptPlan:
         shape: str,
         work: Work | None,
         memory: MeasuredMemory | None = None,
+        shift: bool | None = None,
     ) -> KeptPlan | None:
         """What may be kept of a plan that was proved; None if a later run could not use it.
 
@@ -104,7 +108,7 @@ class KeptPlan:
         proved = {choice.name: _of_few(choice.numbers) for choice in used}
         seen = next(iter(coverage.forms), Seen())  # of a plan without a layout there are none
         lengths = (dict(seen.shortest), dict(seen.longest), seen.row)
-        return cls(plan.made_for, proved, form, shape, work, memory, *lengths)
+        return cls(plan.made_for, proved, form, shape, work, memory, *lengths, shift)
 
     @classmethod
     def from_json(cls, content: bytes) -> KeptPlan:

@@ -205,16 +205,28 @@ class Planner:
         if made is not None:
             return made
         made = self._searched(batches, samples, padding, why_collated)
-        form, shape, work = form_of(samples), self._regions.shape_of(batches), self._regions.count(batches)
-        self._file.save(KeptPlan.of(made.plan, made.coverage, form=form, shape=shape, work=work, memory=made.memory))
+        self._file.save(
+            KeptPlan.of(
+                made.plan,
+                made.coverage,
+                form=form_of(samples),
+                shape=self._regions.shape_of(batches),
+                work=self._regions.count(batches),
+                memory=made.memory,
+                shift=self._setup.known_shift(),
+            )
+        )
         return made
 
     def _recall(self, batches: list[Any], samples: Samples) -> None:
         """Read what an earlier run has kept, and prepare the compiler early if its work is known from there."""
         if not self._has_read:
             self._earlier, self._has_read = self._file.load(), True
-        if self._earlier is not None and self._earlier.work is not None:
-            self._regions.earlier = (self._earlier.shape, self._earlier.work)
+        earlier = self._earlier
+        if earlier is not None and earlier.work is not None:
+            self._regions.earlier = (earlier.shape, earlier.work)
+        if earlier is not None and earlier.shift is not None and earlier.form == form_of(samples):
+            self._setup.take_shift(earlier.shift)
         if self._regions.recalls(batches):
             self._prepare_compiler(batches, samples)
 

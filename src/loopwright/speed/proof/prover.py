@@ -17,6 +17,7 @@ from ..memory.token_budget import limits_for
 from ..output_layer import ReplacedHead
 from ..planner.decision import IN_ROWS, ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
+from ..users_loss import users_loss_of
 from .distance import half_tolerance, relative
 from .gradients import share_equal
 from .guard import Seen
@@ -282,8 +283,9 @@ def knows_count(setup: TrainingSetup) -> bool:
     model = setup.model
     if type(model).__module__.startswith("peft."):
         model = model.get_base_model()
-    own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
-    return setup.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
+    if setup.only_grouped is not None or "forward" in vars(model) or users_loss_of(model) is not None:
+        return False
+    return bool(type(model).forward.__module__.startswith("transformers."))
 
 
 _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
