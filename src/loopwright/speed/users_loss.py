@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 DEFAULT = "ForCausalLM"
-"""The loss of a model whose kind of loss transformers does not know."""
+"""The loss that transformers computes if the kind of a model's loss is unknown to it."""
 
 
 def users_loss_of(model: nn.Module) -> Any:
