@@ -121,8 +121,8 @@ class Updating(LoopActions):
 
     def _begin_update(self, update: Update) -> None:
         """Apply changes made since the last update; called before the micro-batches of an update."""
-        if self.run.split is not None:
-            self.run.split.data_is_there()
+        if self.run.step_timer is not None:
+            self.run.step_timer.data_is_there()
         self._follow_optimizer()
         self.changes.follow_changes()
         if not self.run.has_agreed:
@@ -132,8 +132,8 @@ class Updating(LoopActions):
     def apply_update(self, loss: Any) -> None:
         """Clip gradients, then step the optimizer and the schedule."""
         strategy, events = self.strategy, self.callback_handler
-        if self.run.split is not None:
-            self.run.split.gradients_are_done()
+        if self.run.step_timer is not None:
+            self.run.step_timer.gradients_are_done()
         self._follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
@@ -180,7 +180,7 @@ class Updating(LoopActions):
         pace.computed_tokens += update.computed_tokens
         pace.squared_lengths += update.squared_lengths
         state.global_step += 1
-        if state.global_step == self.run.split_at:
+        if state.global_step == self.run.step_timer_at:
             self.pacing.toggle_step_timing(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos

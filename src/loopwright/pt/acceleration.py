@@ -222,8 +222,8 @@ class Acceleration(TorchPart):
         return next((reason for reason, is_so in reasons if is_so), None)
 
     def _region(self) -> Region:
-        if self.run.split is not None:
-            self.run.split.detach()  # its hooks would become part of the compiled code
+        if self.run.step_timer is not None:
+            self.run.step_timer.detach()  # its hooks would become part of the compiled code
         key = compile_key(self.model, self.args)
         load_compile_cache(key)
         model, is_deterministic = without_wrappers(self.model), self.args.full_determinism
@@ -252,8 +252,8 @@ class Acceleration(TorchPart):
         return cannot_capture(self.model, self.device) if found is None and kind == "cuda" else found
 
     def _graph_micro_batches(self) -> GraphedTraining:
-        if self.run.split is not None:
-            self.run.split.detach()  # its own hooks must not prevent graphs
+        if self.run.step_timer is not None:
+            self.run.step_timer.detach()  # its own hooks must not prevent graphs
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
