@@ -48,10 +48,6 @@ class Axis:
     def is_right_padded(self) -> bool:
         return not self.starts.any()
 
-    @property
-    def is_left_padded(self) -> bool:
-        return bool((self.ends == self.width).all())
-
 
 @dataclass
 class Samples:
