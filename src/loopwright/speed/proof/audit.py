@@ -119,7 +119,7 @@ class Verification:
 
     # ---- audits -----------------------------------------------------------------------------------------------------
 
-    def count(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
+    def audit(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
         """Count an update and, if it is due, compare it both ways; returns the proof if it failed, else None."""
         self.updates += 1
         tokens = _numbers_in(batches) if samples is None else padded_tokens(batches, samples)
