@@ -119,8 +119,8 @@ class Acceleration(TorchPart):
             return "use_liger_kernel replaces the layers that layouts are made for"
         return None
 
-    def training_setup(self, keeps: str | None = None) -> TrainingSetup:
-        """What the planner and the proofs need; `keeps` is why batches and model must not change."""
+    def training_setup(self, why_unchanged: str | None = None) -> TrainingSetup:
+        """What the planner and the proofs need; `why_unchanged` is why batches and model must not change."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
@@ -143,9 +143,9 @@ class Acceleration(TorchPart):
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
-            keeps=keeps,
+            why_unchanged=why_unchanged,
             packs=self.args.batch_packing is not None,
-            only_grouped=self._why_only_grouped(),
+            why_only_grouped=self._why_only_grouped(),
             is_shared=self.strategy.world_size > 1,
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
             device_memory=lambda: total_memory(self.device),

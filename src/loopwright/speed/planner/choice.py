@@ -111,8 +111,8 @@ class Decision:
     def _offered(self, name: str) -> Layout | str:
         """The layout, or why it is not compared at all."""
         setup = self._setup
-        if name not in IN_GROUPS and setup.only_grouped is not None:
-            return setup.only_grouped
+        if name not in IN_GROUPS and setup.why_only_grouped is not None:
+            return setup.why_only_grouped
         if name not in FOR_PAIRS and setup.is_pair:
             return "samples are pairs of a source and a target"
         if name == PAIRED and not setup.is_pair:
@@ -193,7 +193,7 @@ class Decision:
         except ProofRefused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
         if not proof.accepted:
-            return self._blamed(proof, limits, reference)
+            return self._what_to_disable(proof, limits, reference)
         plan.add_numbers(HEAD if layout is None else plan.layout, proof.numbers)
         return self._covered(reference, limits)
 
@@ -212,7 +212,7 @@ class Decision:
             plan.budget = max(longest, limits.budget // 2)
             self._setup.free_memory()
 
-    def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
+    def _what_to_disable(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
         """What must be disabled: groups as graphs, or the fused loss, if everything else agrees; else the layout."""
         if self.plan.few_shapes and self.plan.layout in IN_GROUPS:
             return GRAPHS, proof

@@ -68,7 +68,7 @@ class HeadChoice:
         classes = 0 if head is None else padded_classes(head.weight)
         if head is None or classes == head.weight.shape[0] or not self._setup.computes_half:
             return None
-        if self._setup.only_grouped is not None:  # the user's code gets the logits, and may need them contiguous
+        if self._setup.why_only_grouped is not None:  # the user's code gets the logits, and may need them contiguous
             return None
         padded = PaddedHead(head)
         proof = prove(padded)

@@ -283,7 +283,7 @@ def knows_count(setup: TrainingSetup) -> bool:
     if type(model).__module__.startswith("peft."):
         model = model.get_base_model()
     own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
-    return setup.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
+    return setup.why_only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
 
 
 _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
