@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .changed_batches import CannotChange, ChangedBatches, same
+from .changed_batches import CannotChange, ChangedBatches
+from .planner.choice import same
 from .planner.cost import LAUNCH_SHARE, Work
 from .planner.decision import SpeedPlan
 from .proof.region import trial

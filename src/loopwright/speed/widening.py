@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .changed_batches import CannotChange, ChangedBatches, same
+from .changed_batches import CannotChange, ChangedBatches
 from .layouts.positions import most_positions
 from .layouts.samples import IGNORED
+from .planner.choice import same
 from .planner.decision import SpeedPlan
 from .training_setup import TrainingSetup
 
