@@ -189,7 +189,7 @@ class SpeedEngine:
         return False
 
     def _audit_head(self, batches: list[Any]) -> None:
-        """The same for a plan whose micro-batches are the collator's; that of a checkpoint is proved first."""
+        """Audit a plan that replaces the output layer only; if it is from a checkpoint, it is proved first."""
         if not self._must_prove or self._still_holds(batches, None, None):
             self._audit(batches, None, None)
 

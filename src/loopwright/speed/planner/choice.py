@@ -240,7 +240,7 @@ class Decision:
 
 
 def same(proof: Proof, where: str = "") -> str:
-    """How equal loss and gradient are, for the report."""
+    """What a proof found to be the same, and how far apart it was at most, for the report."""
     what = next((name for name in ("gradient", "output") if name in proof.numbers), None)
     if what is None:
         return f"same loss{where} (within {max(proof.numbers['loss'], 1e-16):.0e})"

@@ -1,6 +1,6 @@
-"""The output layer where no layout brings the fused loss: fused without a count, or with a padded number of classes.
+"""The output layer for the collator's batches: with the fused loss, in CUDA graphs, or with a padded number of classes.
 
-Speech to text, for example: its samples cannot be regrouped, and its logits are the largest tensors of an update.
+For models whose samples cannot be regrouped, such as speech to text, where the logits are the largest tensors.
 """
 
 from __future__ import annotations

@@ -123,8 +123,10 @@ class KeptPlan:
 
 
 def form_of(samples: Samples) -> str:
-    """Names, kinds and padding of the entries of an update, and whether its rows hold several samples: for others, the
-    tests on a few samples may give another result."""
+    """A hash of the entries of an update (names, kinds, padding) and of whether its rows hold several samples.
+
+    For an update of another form, comparisons on a few samples may give another result.
+    """
     seen = Seen.of(samples, row=0)
     constants = sorted((name, described(value)) for name, value in seen.constants.items())
     parts = [sorted(seen.entries.items()), constants, sorted(seen.paddings.items()), seen.sides]
@@ -224,7 +226,7 @@ class KeptDecision(Decision):
         return self._agreed(candidate.name)
 
     def prove_update(self) -> tuple[str, Proof] | Coverage:
-        """The same, with gradients of some micro-batches and the loss of the others."""
+        """Compare the update: gradients of `COMPARED_AGAIN` micro-batches, and the loss of the others."""
         found = super().prove_update()
         if not self._others or not isinstance(found, Coverage):
             return found

@@ -26,7 +26,7 @@ LOOKS = 3
 MOST_SHAPES = 2
 """Most shapes of micro-batches for which a region is compiled."""
 MOST_WIDTHS = 4
-"""The same for batches whose targets are padded to a few widths; each is compiled when it first occurs."""
+"""Most shapes if targets are padded to a few widths, each of which is compiled when it first occurs."""
 FASTER = 0.97
 """Largest share of the time as written that a region may take."""
 
