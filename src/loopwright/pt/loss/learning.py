@@ -99,10 +99,8 @@ class LossLearning(TorchPart, LossPart):
             return None
         try:
             with sandbox(self.model, self.trainer):
-                collate, pair = (
-                    self.trainer._get_collator_with_removed_columns(self.trainer.data_collator),
-                    [data[0], data[1]],
-                )
+                collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator)
+                pair = [data[0], data[1]]
                 return collate(pair[:1]), collate(pair[1:]), collate(pair)
         except Exception:  # a dataset may lack these indices, a collator may need more samples
             return None
@@ -355,7 +353,6 @@ def _contradicts(now: LossAccounting, before: LossAccounting) -> bool:
 
 def _has_loss_of_transformers(model: nn.Module) -> bool:
     """Whether the model's loss is a function of transformers that was not replaced."""
-    is_of_transformers = type(model).__module__.startswith("transformers.")
-    return (
-        is_of_transformers and getattr(model, "_loss_function", None) is None
-    )  # the property would warn for some models
+    if not type(model).__module__.startswith("transformers."):
+        return False
+    return getattr(model, "_loss_function", None) is None  # the property would warn for some models
