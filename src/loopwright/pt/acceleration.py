@@ -86,6 +86,7 @@ class Acceleration(TorchPart):
                 self.notices.warn_once(
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
+            # Where shapes vary, the engine still chooses attention kernels, which changes neither batches nor model.
             if self.device.type not in VARYING_DEVICES or self.strategy.world_size > 1:
                 return None
         return SpeedEngine(lambda: self.training_setup(reason), announce=self.announce, tell=self.notices.warn_once)
