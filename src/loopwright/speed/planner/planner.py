@@ -100,7 +100,7 @@ class Planner:
         setup = self._setup
         self._looks += 1
         if len(self._shapes) <= MOST_GRAPHS:
-            self._shapes |= {repr(shape_key(dict(batch))) for batch in batches if isinstance(batch, Mapping)}
+            self._shapes |= {repr(shape_key(batch)) for batch in batches if isinstance(batch, Mapping)}
         if setup.why_unchanged is not None:
             return self._plan_without_changes(setup.why_unchanged)
         seen = self._widths.look(batches)
