@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.run_id import RUNNING, CurrentRun
+from .checkpoint.ownership.run_id import RUNNING, CurrentRun
 from .logs.deferred_logs import LogPoint
 from .measure.ledger import Ledger
 from .measure.ledger_file import LedgerFile

@@ -14,7 +14,7 @@ from ..args.from_transformers import converted, is_from_transformers
 from ..args.names import DebugOption
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
-from ..core.checkpoint.run_id import FAILED
+from ..core.checkpoint.ownership.run_id import FAILED
 from ..core.internals import Internals
 from ..core.user_code.constructor import adopt_tokenizer, make_model
 from ..core.user_code.overrides import accepts, is_overridden
