@@ -133,12 +133,12 @@ class LossFindings:
 
     # ---- conclusions without a comparison ---------------------------------------------------------------------------
 
-    def know_mean_over_samples(self) -> None:
+    def record_mean_over_samples(self) -> None:
         """Record that the loss is the mean over samples, which is known without a test."""
         self.kind, self.rivals = LossKind.SAMPLES, (Denominator(SAMPLES),)
         self.is_additive, self.reason, self._shift = True, "", False
 
-    def sees_loss_without_items(self) -> None:
+    def record_loss_without_items(self) -> None:
         """Record that a micro-batch without items has a loss: it is not a mean over items, so samples are used."""
         self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
         self.is_additive, self.reason = False, "a batch without label tokens has a nonzero loss"

@@ -302,7 +302,7 @@ class LossInference(LossFindings):
             each for each in (evaluated, trained) if each is not None and each.is_informative and not each.draws
         ]
         if weighed and not fits and any(each.counts_empty for each in compared):
-            return self.sees_loss_without_items()
+            return self.record_loss_without_items()
         self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
         if error is not None:
             self.reason = f"a part of a batch has no loss of its own: {_first_line(error)}"

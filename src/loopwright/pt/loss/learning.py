@@ -76,7 +76,7 @@ class LossLearning(TorchPart, LossPart):
         accounting.may_compare = not is_lazy(self.device)
         accounting.may_pad_labels = self.device.type == "cpu" or is_of_transformers
         if is_of_transformers and kind is None and is_mean_over_samples(innermost(self.model)):
-            accounting.know_mean_over_samples()
+            accounting.record_mean_over_samples()
         return accounting
 
     def make_splitter(self) -> BatchSplitter:
@@ -133,7 +133,7 @@ class LossLearning(TorchPart, LossPart):
                     raise
                 continue  # it has no loss
             if found.is_defined and found.value:
-                self.run.accounting.sees_loss_without_items()
+                self.run.accounting.record_loss_without_items()
                 self._report_trouble()
                 return True
         return False
@@ -145,7 +145,7 @@ class LossLearning(TorchPart, LossPart):
         if reason is not None:
             accounting.give_up(reason)
         elif self._inputs_are_made_from(batches):
-            accounting.sees_loss_without_items()
+            accounting.record_loss_without_items()
             accounting.give_up("_prepare_inputs makes the model's inputs from samples, and a test would do it again")
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
             accounting.learn_from_all(batches, self.probe(), self.splitter)
