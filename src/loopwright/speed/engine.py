@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
-
 from ..core.update import MicroBatch, Update
 from .attention.kernel_choice import without_cudnn
 from .channels_last import images_last
@@ -336,7 +334,7 @@ class SpeedEngine:
             return False
         batches, samples = self._laid_from
         budget = self._limits(batches, samples).budget
-        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        longest = int(samples.lengths.max())
         if budget <= longest:
             return False
         self.plan.budget = max(longest, budget // 2)

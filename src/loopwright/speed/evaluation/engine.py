@@ -167,7 +167,7 @@ class EvaluationEngine:
             return False
         samples = self._taken_apart(batches)
         budget = limits_for(self.plan, self._setup, batches, samples).budget
-        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        longest = int(samples.lengths.max())
         if budget <= longest:
             return False
         self.plan.budget = max(longest, budget // 2)
@@ -340,7 +340,7 @@ def _classes(setup: EvaluationSetup) -> int:
 
 def _telling(batches: Sequence[Any], samples: Samples) -> list[Any]:
     """The batches with the longest and the shortest sample, and the first."""
-    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    lengths = samples.lengths
     ends = np.cumsum([len(piece.members) for piece in collated(batches)])
     places = {int(np.searchsorted(ends, place, side="right")) for place in (0, lengths.argmax(), lengths.argmin())}
     return [batches[place] for place in sorted(places)]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from ..fused_loss.lazy_logits import HEAD, PendingHead
@@ -206,7 +205,7 @@ class Decision:
         while True:
             limits = limits_for(plan, self._setup, self.batches, self.samples)
             proof = self.prover.prove_update(self._candidate(plan.layout, self.head, limits=limits), reference)
-            longest = int(np.sum([axis.lengths for axis in self.samples.axes.values()], axis=0).max())
+            longest = int(self.samples.lengths.max())
             if not proof.ran_out or self.layout is None or limits.budget <= longest:
                 return proof, limits
             plan.budget = max(longest, limits.budget // 2)
