@@ -367,10 +367,9 @@ class Planner:
 
     def _choose_attention(self, plan: SpeedPlan) -> None:
         """Avoid kernels that are prepared for each shape if the collator's batches have many."""
-        setup = self._setup
         plan.varied = self._shapes_vary and not plan.graphed and not plan.widened
         if plan.varied:
-            plan.made_for = setup.described()
+            plan.made_for = self._setup.described()
             plan.note(VARIED, True, "cuDNN's are not used, because they have to be prepared for each new shape")
 
     def _widened(self, plan: SpeedPlan, batches: list[Any]) -> list[Any]:
@@ -388,10 +387,9 @@ class Planner:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        seen = {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "varied": sorted(self._shapes),
-                "tokens": self._tokens,
-                "micro_batches": self._micro_batches}  # fmt: skip
-        return {**seen, **self._regions.state_dict()}
+        shapes = {"shapes": sorted(self._graphs.shapes), "varied": sorted(self._shapes)}
+        seen = {"looks": self._looks, "tokens": self._tokens, "micro_batches": self._micro_batches}
+        return {**seen, **shapes, **self._regions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks, self._tokens = state.get("looks", 0), state.get("tokens", 0)
