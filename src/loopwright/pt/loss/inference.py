@@ -24,7 +24,7 @@ from .denominator import ITEMS, NOTHING, SAMPLES, Denominator, candidates
 from .findings import LossFindings
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
-from .splitter import BatchSplitter, CannotSplit
+from .splitter import ALL, FIRST, BatchSplitter, CannotSplit
 from .targets import LossKind, count_samples, count_targets
 
 
@@ -40,7 +40,9 @@ class LossInference(LossFindings):
     def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
         """Compute the loss of a batch and of its parts to infer which targets it counts and its denominator.
 
-        Of long batches a part is used. If one is not informative, the next is; after an error the question stays open.
+        Where losses are computed in higher precision than in training, half of the samples are tested first, which need
+        no more memory. If what they show does not hold for all samples, all are tested. After an error the question
+        stays open.
         """
         batches = batches if _is_several(batches) else [batches]
         splitter = BatchSplitter(self.label_names) if splitter is None else splitter
@@ -55,15 +57,12 @@ class LossInference(LossFindings):
         self._test(halves, probe, splitter)
         if all(splitter.half_of(each) is each for each in batches[:2]) or (halves is batches and len(batches) == 1):
             return  # nothing was left out
-        try:
-            if halves is not batches and not self.is_additive:  # a model may need rows of one width
-                splitter.may_trim = False
+        if halves is not batches and not self.is_additive:  # a model may need rows of one width
+            with splitter.halving(FIRST):
                 again([splitter.half_of(each) for each in batches])
-            splitter.may_halve = False
+        with splitter.halving(ALL):
             if not self._holds_for_all(batches, probe, splitter):
                 again(batches)
-        finally:
-            splitter.may_halve = splitter.may_trim = True
 
     def _test(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
         """Compute losses of these micro-batches, first of parts of them, and adopt what they show."""
