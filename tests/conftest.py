@@ -145,7 +145,7 @@ def doubles_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A place for a run in a store, which is in memory; nobody else claims it at the same moment."""
     fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setattr("loopwright.core.checkpoint.owner.SETTLE", 0.01)
+    monkeypatch.setattr("loopwright.core.checkpoint.ownership.owner.SETTLE", 0.01)
     name = uuid.uuid4().hex
     yield f"memory://{name}/run"
     store = fsspec.filesystem("memory")

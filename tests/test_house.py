@@ -60,7 +60,6 @@ LONGER: dict[str, str] = {
     "pt/trainer.py": "the list of override points",
     "keras/trainer.py": "the list of override points",
     "speed/engine.py": "the way of an update: planned, laid out, installed, compared, removed",
-    "pt/loss/inference.py": "one object: what is known of a loss, and how a batch changes it",
 }
 """Files of more than 400 lines, and why they lose by being cut. A new row needs nothing but a good reason."""
 

@@ -74,7 +74,7 @@ def test_a_generation_config_is_written_out():
 
 
 def test_the_cpu_can_what_it_can():
-    assert devices.supports_bf16(CPU) and devices.supports_fused_optimizer(CPU)
+    assert devices.supports_bf16(CPU)
     assert not devices.can_pin_memory(CPU) and devices.memory_figures(CPU) == {}
     devices.synchronize(CPU)
     devices.empty_cache(CPU)
@@ -89,10 +89,10 @@ def test_random_state_can_be_put_back():
 
 
 def test_probing_draws_no_random_numbers():
-    for probe in (devices.supports_bf16, devices.supports_fused_optimizer, devices.can_pin_memory):
+    for probe in (devices.supports_bf16, devices.can_pin_memory):
         probe.cache_clear()
     state = devices.rng_state(CPU)
-    assert devices.supports_bf16(CPU) and devices.supports_fused_optimizer(CPU)
+    assert devices.supports_bf16(CPU)
     assert torch.equal(devices.rng_state(CPU), state)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.core.checkpoint.run_id import FILE
+from loopwright.core.checkpoint.ownership.run_id import FILE
 from loopwright.core.resuming import continuation
 
 from .numpy_runs import Interfering, outcome, trainer_of

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loopwright.core.checkpoint.claim import own_claim
-from loopwright.core.checkpoint.lock_file import LOCK, LockFile
+from loopwright.core.checkpoint.ownership.claim import own_claim
+from loopwright.core.checkpoint.ownership.lock_file import LOCK, LockFile
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from loopwright.core.checkpoint import lock_file
-from loopwright.core.checkpoint.claim import own_claim
+from loopwright.core.checkpoint.ownership import lock_file
+from loopwright.core.checkpoint.ownership.claim import own_claim
 
 unlink = os.unlink
 os.unlink = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # after the link, before the temporary name is removed
@@ -37,8 +37,8 @@ def test_the_temporary_file_of_a_killed_process_is_removed_at_once(tmp_path: Pat
 KILLED_EARLY = """
 import os, signal, sys
 from pathlib import Path
-from loopwright.core.checkpoint import lock_file
-from loopwright.core.checkpoint.claim import own_claim
+from loopwright.core.checkpoint.ownership import lock_file
+from loopwright.core.checkpoint.ownership.claim import own_claim
 
 os.write = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # after the file is made, before anything is in it
 lock_file.LockFile(Path(sys.argv[1])).create(own_claim("killed"))

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from loopwright.core.checkpoint import lock_file, lock_object, owner
-from loopwright.core.checkpoint.claim import decoded, own_claim
-from loopwright.core.checkpoint.lock_file import FREE, LOCK, LockFile
 from loopwright.core.checkpoint.manager import CheckpointManager
 from loopwright.core.checkpoint.manifest import read_manifest
+from loopwright.core.checkpoint.ownership import lock_file, lock_object, owner
+from loopwright.core.checkpoint.ownership.claim import decoded, own_claim
+from loopwright.core.checkpoint.ownership.lock_file import FREE, LOCK, LockFile
 from loopwright.errors import OwnerError
 from loopwright.notices import Notices
 

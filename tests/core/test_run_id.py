@@ -13,7 +13,7 @@ import pytest
 
 from loopwright.core.checkpoint.manager import CheckpointManager, get_last_checkpoint
 from loopwright.core.checkpoint.manifest import Manifest, read_manifest
-from loopwright.core.checkpoint.run_id import FILE, CurrentRun, read_current
+from loopwright.core.checkpoint.ownership.run_id import FILE, CurrentRun, read_current
 from loopwright.errors import CheckpointError
 from loopwright.notices import Notices
 

@@ -17,9 +17,9 @@ import pytest
 from core.numpy_runs import outcome, trainer_of
 from core.tampering import VALUES, WHOLE, cases, changed, paths_in
 
-from loopwright.core.checkpoint.claim import decoded, own_claim
-from loopwright.core.checkpoint.lock_file import LOCK
-from loopwright.core.checkpoint.run_id import FILE as CURRENT
+from loopwright.core.checkpoint.ownership.claim import decoded, own_claim
+from loopwright.core.checkpoint.ownership.lock_file import LOCK
+from loopwright.core.checkpoint.ownership.run_id import FILE as CURRENT
 from loopwright.core.resuming.run_record import FILE as RECORD, read_record
 from loopwright.errors import CheckpointError, LoopwrightError
 

@@ -19,7 +19,6 @@ from loopwright.speed.memory.estimate import (
     POLICIES,
     ActivationBytes,
     MemoryEstimate,
-    choose_activation_memory,
     estimate_memory,
     measure_activations,
     measure_twice,
@@ -305,28 +304,6 @@ def test_weights_gradients_and_states_are_counted() -> None:
 
 
 # ---- deciding -------------------------------------------------------------------------------------------------------
-
-ESTIMATE = MemoryEstimate(fixed=1000, per_token={"none": 10.0, "selective": 5.0, "full": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("usable", "policy", "fits", "tokens"),
-    [
-        (2000, "none", True, 64),
-        (1999, "selective", True, 128),
-        (1500, "selective", True, 64),
-        (1499, "full", True, 128),
-        (1200, "full", True, 64),
-        (1199, "full", False, 64),
-        (1001, "full", False, 0),
-        (10, "full", False, 0),
-    ],
-)
-def test_no_more_is_recomputed_than_needed(usable: int, policy: str, fits: bool, tokens: int) -> None:
-    choice = choose_activation_memory(ESTIMATE, usable, tokens=100)
-    assert (choice.policy, choice.fits, choice.tokens_that_fit) == (policy, fits, tokens)
-    assert choice.needed == ESTIMATE.at(100, policy)
-
 
 @given(
     fixed=st.integers(0, 10**11),

@@ -18,7 +18,7 @@ from loopwright.core.measure.throughput import Interval, ThroughputMeter
 from loopwright.core.update import Update
 from loopwright.pt.internals import TorchInternals
 from loopwright.pt.measure.token_counter import TorchWorkCounter
-from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
+from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, StepTimer, TimeSplit, next_sample
 from tests.models import Tokens, samples, trainer_of
 
 
@@ -323,7 +323,7 @@ def test_sampled_updates_are_split_and_leave_no_hook(accumulation: int, tmp_path
     assert {"data", "forward", "backward", "optimizer", "other"} == set(report.split)
     assert sum(report.split.values()) == pytest.approx(1)
     assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
-    assert trainer._loopwright.run.split is None
+    assert trainer._loopwright.run.step_timer is None
 
 
 def test_hooks_go_when_the_run_fails_inside_a_sampled_update(tmp_path: Any) -> None:
@@ -340,7 +340,7 @@ def test_hooks_go_when_the_run_fails_inside_a_sampled_update(tmp_path: Any) -> N
     with pytest.raises(ValueError, match="broken"):
         trainer.train()
     assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
-    assert trainer._loopwright.run.split is None
+    assert trainer._loopwright.run.step_timer is None
 
 
 def test_a_model_called_twice_has_no_separate_backward(tmp_path: Any) -> None:
@@ -357,16 +357,16 @@ def test_a_model_called_twice_has_no_separate_backward(tmp_path: Any) -> None:
 
 def test_a_part_that_sleeps_is_found() -> None:
     model, device = nn.Linear(2, 2), torch.device("cpu")
-    split = Split(device, model)
+    timer = StepTimer(device, model)
     time.sleep(0.02)
-    split.data_is_there()
+    timer.data_is_there()
     model(torch.zeros(1, 2))
     time.sleep(0.06)
-    split.gradients_are_done()
+    timer.gradients_are_done()
     time.sleep(0.02)
-    split.end(micro_batches=1, waited=0.01)
+    timer.end(micro_batches=1, waited=0.01)
     found = TimeSplit()
-    found.add(split)
+    found.add(timer)
     found.read()
     shares = found.shares()
     assert max(shares, key=shares.get) == "backward"  # type: ignore[arg-type]
@@ -376,23 +376,23 @@ def test_a_part_that_sleeps_is_found() -> None:
 
 def test_an_evaluation_before_the_update_leaves_no_marks() -> None:
     model = nn.Linear(2, 2)
-    split = Split(torch.device("cpu"), model)
+    timer = StepTimer(torch.device("cpu"), model)
     model(torch.zeros(1, 2))
-    assert split.marks.names() == ["begin"]
-    split.restart()
-    split.data_is_there()
+    assert timer.marks.names() == ["begin"]
+    timer.restart()
+    timer.data_is_there()
     model(torch.zeros(1, 2))
-    split.gradients_are_done()
+    timer.gradients_are_done()
     model(torch.zeros(1, 2))
-    split.end(micro_batches=1, waited=0.0)
-    assert split.marks.names() == ["begin", "compute", "forward", "backward", "optimizer", "end"]
+    timer.end(micro_batches=1, waited=0.0)
+    assert timer.marks.names() == ["begin", "compute", "forward", "backward", "optimizer", "end"]
 
 
 def test_a_device_without_timed_events_trains_all_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise NotImplementedError("no events here")
 
-    monkeypatch.setattr("loopwright.pt.measure.throughput.Split", refuse)
+    monkeypatch.setattr("loopwright.pt.measure.throughput.StepTimer", refuse)
     trainer = run(tmp_path, lengths=[5] * (FIRST + 4), per_device_train_batch_size=1, num_train_epochs=1)
     assert trainer.state.global_step == FIRST + 4 and not trainer.speed_report().split
 
@@ -400,20 +400,20 @@ def test_a_device_without_timed_events_trains_all_the_same(tmp_path: Any, monkey
 def test_a_model_compiled_as_a_whole_gets_no_hooks() -> None:
     model = nn.Linear(2, 2)
     model.compile(backend="eager")
-    split = Split(torch.device("cpu"), model)
+    timer = StepTimer(torch.device("cpu"), model)
     assert not model._forward_hooks and not model._forward_pre_hooks
-    split.data_is_there()
-    split.gradients_are_done()
-    split.end(micro_batches=1, waited=0.0)
-    parts = split.parts()
+    timer.data_is_there()
+    timer.gradients_are_done()
+    timer.end(micro_batches=1, waited=0.0)
+    parts = timer.parts()
     assert parts is not None and parts["compute"] > 0 and parts["forward"] == 0
 
 
 def test_an_update_that_was_not_finished_says_nothing() -> None:
-    split = Split(torch.device("cpu"), nn.Linear(2, 2))
-    split.data_is_there()
-    split.end(micro_batches=1, waited=0.0)
-    assert split.parts() is None
+    timer = StepTimer(torch.device("cpu"), nn.Linear(2, 2))
+    timer.data_is_there()
+    timer.end(micro_batches=1, waited=0.0)
+    assert timer.parts() is None
 
 
 def test_the_run_is_the_same_with_and_without_anybody_looking(tmp_path: Any) -> None:
@@ -424,7 +424,7 @@ def test_the_run_is_the_same_with_and_without_anybody_looking(tmp_path: Any) -> 
         class Fixed(TorchInternals):
             def start_clock(self) -> None:
                 super().start_clock()
-                self.run.split_at = at
+                self.run.step_timer_at = at
 
         class Sampled(loopwright.Trainer):
             _loopwright_class = Fixed

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from ..args.field import advised
 from ..args.reading import read_float, read_int
-from ..core.checkpoint.claim import decoded
-from ..core.checkpoint.lock_file import LOCK
+from ..core.checkpoint.ownership.claim import decoded
+from ..core.checkpoint.ownership.lock_file import LOCK
 from ..errors import ArgumentsError
 from ..notices import logger
 

@@ -70,7 +70,6 @@ class Measured:
     closing_seconds: float = 0.0
     """After the last update: reading its loss, counting operations, and what else the ledger counts as updates."""
     update_seconds: float = 0.0
-    timed_updates: int = 0
     evaluation_seconds: float | None = None
     """Of the whole validation data, estimated from some batches."""
     first_evaluation_seconds: float = 0.0
@@ -247,7 +246,7 @@ def take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any)
     """Set the seconds from the time ledger of a trial; `whole` is the validation data, of which it had a part."""
     found.start_seconds += sum(clock.before.values())
     times, end, last = clock.times(), _spent(trainer), clock.marks[-1]
-    found.update_seconds, found.slower_seconds, found.timed_updates = times.usual, times.slower, times.timed
+    found.update_seconds, found.slower_seconds = times.usual, times.slower
     found.once_seconds = end[PROVING] + end[COMPILING] * cached_share()
     found.closing_seconds = sum(end[part] - last[part] for part in (UPDATES, DATA))
     found.last_save_seconds, found.end_seconds = end[SAVING] - last[SAVING], INTERPRETER

@@ -116,8 +116,8 @@ class LoopActions(SavedState):
             self.log_numbers(logs, start_time=self.run.started)
         finally:
             self.callback_handler.pace = None
-        if self.run.split is not None:
-            self.run.split.restart()
+        if self.run.step_timer is not None:
+            self.run.step_timer.restart()
 
     @contextmanager
     def _off_the_clock(self, part: str) -> Iterator[None]:
@@ -130,8 +130,8 @@ class LoopActions(SavedState):
         with self.run.pace.left_out(), self.run.ledger.during(part):
             self.keep_time(older_than=1.0)
             yield
-        if self.run.split is not None:
-            self.run.split.restart()
+        if self.run.step_timer is not None:
+            self.run.step_timer.restart()
 
     def keep_time(self, *, older_than: float = 0.0) -> None:
         """Write the time ledger, unless it was written in the last few seconds."""

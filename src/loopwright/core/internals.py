@@ -15,7 +15,7 @@ from ..args.paths import fixed_folder, is_url
 from ..errors import BusyError
 from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.run_id import FINISHED
+from .checkpoint.ownership.run_id import FINISHED
 from .distributed.agreement import Agreement
 from .events import CallbackHandler
 from .hooks import Hooks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.run_id import RUNNING, CurrentRun
+from .checkpoint.ownership.run_id import RUNNING, CurrentRun
 from .logs.deferred_logs import LogPoint
 from .measure.ledger import Ledger
 from .measure.ledger_file import LedgerFile
@@ -100,9 +100,9 @@ class Run:
     """Log points whose numbers are still being computed."""
     places: dict[int, Place] = field(default_factory=dict)
     """The samples of the latest updates by step, until their numbers are known to be finite."""
-    split: Any = None
-    """The timer that breaks the time of an update into parts, while it is active."""
-    split_at: int = -1
+    step_timer: Any = None
+    """Breaks the time of the current update into parts, if this update is sampled."""
+    step_timer_at: int = -1
     """The step after which `toggle_step_timing` starts or stops that timer."""
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Run:
 
     def close(self) -> None:
         """Release everything except the numbers of the run."""
-        self.snapshot = self.split = self.resume_rng = self.trial = None
+        self.snapshot = self.step_timer = self.resume_rng = self.trial = None
         self.micro_batch = whole_batch()
         self.optimizer = self.schedule = None
         self.late_logs.clear()

@@ -1,4 +1,4 @@
-"""Updating: one update, its micro-batches, its optimizer step, and how it is counted."""
+"""Updating: the updates of an epoch; and one update: its micro-batches, its optimizer step, and how it is counted."""
 
 from __future__ import annotations
 
@@ -31,31 +31,19 @@ class Updating(LoopActions):
         """The updates of an epoch, starting at the run's current position."""
         self.run.snapshot, self.run.undone = None, False
         batches = self._open_epoch(epoch)
-        found = self.run.progress.batches_in_epoch > 0
-        pace, clock, ledger = self.run.pace, time.perf_counter, self.run.ledger_file
+        has_batches = self.run.progress.batches_in_epoch > 0
         while True:
             if self.args.gradient_accumulation_steps != self.run.asked_accumulation:
                 self.changes.follow_accumulation()
             self.changes.follow_overrides()
-            if (found or self.run.snapshot is None) and self.may_be_undone():
+            if self.may_be_undone():
                 self.run.snapshot = self.strategy.snapshot()
-            waiting_since = clock()
-            if waiting_since >= ledger.due:
-                self.keep_time()
-            micro_batches = self.data.next_batches(batches)
-            pace.last_wait = clock() - waiting_since
-            pace.waited += pace.last_wait
-            if self.is_alone:
-                if not micro_batches:
-                    break
-                update = self._make_update(micro_batches)
-            elif (shared := self.loss.sync_update(micro_batches)) is None:
+            update = self._make_update(self._next_batches(batches))
+            if update is None:
                 break
-            else:
-                update = shared
-            found = True
+            has_batches = True
             yield update
-        if not found:
+        if not has_batches:
             self._no_batches(epoch)
 
     def _open_epoch(self, epoch: int) -> Iterator[Any]:
@@ -65,7 +53,22 @@ class Updating(LoopActions):
             add_note(error, "the loader of the training data", when=self.moment(ahead=1))
             raise
 
-    def _make_update(self, micro_batches: list[Any]) -> Update:
+    def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
+        """The micro-batches of the next update, empty after the last one; measures the time of waiting for them."""
+        pace, waiting_since = self.run.pace, time.perf_counter()
+        if waiting_since >= self.run.ledger_file.due:
+            self.keep_time()
+        micro_batches = self.data.next_batches(batches)
+        pace.last_wait = time.perf_counter() - waiting_since
+        pace.waited += pace.last_wait
+        return micro_batches
+
+    def _make_update(self, micro_batches: list[Any]) -> Update | None:
+        """The update of these micro-batches; None if there are none, on any rank."""
+        if not self.is_alone:
+            return self.loss.sync_update(micro_batches)
+        if not micro_batches:
+            return None
         try:
             return self.loss.make_update(micro_batches)
         except Exception as error:  # the loss may be computed to examine it; re-raised with a note
@@ -121,8 +124,8 @@ class Updating(LoopActions):
 
     def _begin_update(self, update: Update) -> None:
         """Apply changes made since the last update; called before the micro-batches of an update."""
-        if self.run.split is not None:
-            self.run.split.data_is_there()
+        if self.run.step_timer is not None:
+            self.run.step_timer.data_is_there()
         self._follow_optimizer()
         self.changes.follow_changes()
         if not self.run.has_agreed:
@@ -132,8 +135,8 @@ class Updating(LoopActions):
     def apply_update(self, loss: Any) -> None:
         """Clip gradients, then step the optimizer and the schedule."""
         strategy, events = self.strategy, self.callback_handler
-        if self.run.split is not None:
-            self.run.split.gradients_are_done()
+        if self.run.step_timer is not None:
+            self.run.step_timer.gradients_are_done()
         self._follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
@@ -180,7 +183,7 @@ class Updating(LoopActions):
         pace.computed_tokens += update.computed_tokens
         pace.squared_lengths += update.squared_lengths
         state.global_step += 1
-        if state.global_step == self.run.split_at:
+        if state.global_step == self.run.step_timer_at:
             self.pacing.toggle_step_timing(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos

@@ -52,7 +52,7 @@ def card(facts: CardFacts, earlier: str = "") -> str:
     body = earlier[found.end() :] if found else earlier
     given = _metadata(found)
     merged = {**{name: value for name, value in facts.metadata.items() if value not in (None, [], "")}, **given}
-    merged["tags"] = sorted({*_listed(given.get("tags")), *_listed(facts.metadata.get("tags"))}) or None
+    merged["tags"] = sorted({*as_list(given.get("tags")), *as_list(facts.metadata.get("tags"))}) or None
     if "model-index" in facts.metadata:  # measured, so the newest one counts
         merged["model-index"] = facts.metadata["model-index"]
     merged = {name: value for name, value in merged.items() if value is not None}
@@ -72,7 +72,8 @@ def _metadata(found: re.Match[str] | None) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _listed(value: Any) -> list[str]:
+def as_list(value: Any) -> list[str]:
+    """The texts of a value that may be one text, several, or None."""
     return [] if value is None else [value] if isinstance(value, str) else [str(each) for each in value]
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from ..core.checkpoint.folder import MANIFEST, MODULE, PINNED, PROGRESS, RNG, SCALER, SCHEDULER, STATE, WEIGHTS
 
 CARD = "README.md"
-RESULTS = ".eval_results"
-"""The folder of evaluation results that the Hub shows."""
 RUN_STATE = re.compile(
     r"^(optimizer.*\.(json|safetensors)|(ranks|tf_data|deepspeed)/.*|"
     + "|".join(re.escape(name) for name in (MANIFEST, STATE, PROGRESS, SCHEDULER, SCALER, RNG, WEIGHTS, PINNED))

@@ -11,7 +11,7 @@ from ..args.base import plain, without_secrets
 from ..args.derive import derive
 from ..args.field import specs
 from ..args.problems import Problems
-from .card import CardFacts
+from .card import CardFacts, as_list
 from .results import SPEED, Results
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ def card_facts(internals: Internals, options: CardOptions, *, name: str, inherit
     history = list(state.log_history)
     results = Results.last(history)
     base = options.finetuned_from or base_model(trainer.model)
-    tags, tasks = dataset_tags(trainer, options), _listed(options.tasks)
+    tags, tasks = dataset_tags(trainer, options), as_list(options.tasks)
     metadata: dict[str, Any] = {
         "library_name": _library(trainer.model),
-        "language": _listed(options.language),
+        "language": as_list(options.language),
         "license": options.license or inherited_license,
         "base_model": base,
-        "tags": ["generated_from_trainer", "loopwright", *_listed(options.tags), *_model_tags(trainer.model)],
+        "tags": ["generated_from_trainer", "loopwright", *as_list(options.tags), *_model_tags(trainer.model)],
         "datasets": tags,
         "pipeline_tag": tasks[0] if tasks else None,
         "metrics": [] if results is None else sorted(each for each in results.metrics if each != "loss"),
@@ -146,7 +146,7 @@ def described_data(data: Any) -> str:
 
 def dataset_tags(trainer: Any, options: CardOptions) -> list[str]:
     """The ids of the datasets on the Hub: those that the user states, or that of the evaluation data."""
-    stated = _listed(options.dataset_tags) or _listed(options.dataset)
+    stated = as_list(options.dataset_tags) or as_list(options.dataset)
     data = trainer.eval_dataset if trainer.eval_dataset is not None else getattr(trainer, "train_dataset", None)
     builder = getattr(data, "builder_name", None)
     return stated or ([builder] if isinstance(builder, str) and builder not in READERS else [])
@@ -154,7 +154,7 @@ def dataset_tags(trainer: Any, options: CardOptions) -> list[str]:
 
 def dataset_tasks(trainer: Any, options: CardOptions) -> list[str | None]:
     """The configuration of each dataset, if it is known."""
-    stated = _listed(options.dataset_args)
+    stated = as_list(options.dataset_args)
     config = getattr(trainer.eval_dataset, "config_name", None)
     return [*stated] or [config if isinstance(config, str) else None]
 
@@ -173,7 +173,7 @@ def _library(model: Any) -> str | None:
 
 
 def _model_tags(model: Any) -> list[str]:
-    return _listed(getattr(model, "model_tags", None))
+    return as_list(getattr(model, "model_tags", None))
 
 
 def _speed(trainer: Any) -> str:
@@ -185,7 +185,7 @@ def _speed(trainer: Any) -> str:
 
 
 def _names(options: CardOptions, tags: list[str]) -> list[str]:
-    return _listed(options.dataset) or tags
+    return as_list(options.dataset) or tags
 
 
 def _index(name: str, results: Results, tags: list[str], titles: list[str], task: str) -> list[dict[str, Any]]:
@@ -201,7 +201,3 @@ def _index(name: str, results: Results, tags: list[str], titles: list[str], task
 def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in row.items() if name in ("step", "epoch") or name.startswith("eval_")}
     return {name.removeprefix("eval_"): value for name, value in kept.items() if not SPEED.search(name)}
-
-
-def _listed(value: str | Sequence[str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else [str(each) for each in value]

@@ -98,20 +98,13 @@ class KerasInternals(Internals):
         if args.tf32 is not None:
             self.strategy.set_tf32(args.tf32)
         self.trainer.model_init, self.trainer.compute_loss_func = model_init, compute_loss_func
-        self.trainer.compute_metrics, self.trainer.preprocess_logits_for_metrics = (
-            compute_metrics,
-            preprocess_logits_for_metrics,
-        )
-        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one dataset, not several named ones
-        self.trainer.train_dataset, self.trainer.eval_dataset = (
-            train_dataset,
-            Columns(eval_dataset) if columns else eval_dataset,
-        )
-        self.trainer.data_collator, self.trainer.processing_class, self.trainer.tb_writer = (
-            data_collator,
-            processing_class,
-            tb_writer,
-        )
+        self.trainer.compute_metrics = compute_metrics
+        self.trainer.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        is_one = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # not several named datasets
+        self.trainer.train_dataset = train_dataset
+        self.trainer.eval_dataset = Columns(eval_dataset) if is_one else eval_dataset
+        self.trainer.data_collator, self.trainer.processing_class = data_collator, processing_class
+        self.trainer.tb_writer = tb_writer
         self.trainer.label_names = args.label_names
         self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         self.trainer.train_loss, self.trainer.eval_loss = LossNote(), LossNote()

@@ -121,7 +121,7 @@ class NeuronInternals(TorchInternals):
 
 
 class Seq2SeqNeuronInternals(NeuronInternals, Seq2SeqInternals):
-    """The same, with generation."""
+    """The implementation of `Seq2SeqNeuronTrainer`: also generates."""
 
     own_arguments = Seq2SeqNeuronTrainingArguments
 

@@ -86,6 +86,7 @@ class Acceleration(TorchPart):
                 self.notices.warn_once(
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
+            # Where shapes vary, the engine still chooses attention kernels, which changes neither batches nor model.
             if self.device.type not in VARYING_DEVICES or self.strategy.world_size > 1:
                 return None
         return SpeedEngine(lambda: self.training_setup(reason), announce=self.announce, tell=self.notices.warn_once)
@@ -119,8 +120,8 @@ class Acceleration(TorchPart):
             return "use_liger_kernel replaces the layers that layouts are made for"
         return None
 
-    def training_setup(self, keeps: str | None = None) -> TrainingSetup:
-        """What the planner and the proofs need; `keeps` is why batches and model must not change."""
+    def training_setup(self, why_unchanged: str | None = None) -> TrainingSetup:
+        """What the planner and the proofs need; `why_unchanged` is why batches and model must not change."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
@@ -143,9 +144,9 @@ class Acceleration(TorchPart):
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
-            keeps=keeps,
+            why_unchanged=why_unchanged,
             packs=self.args.batch_packing is not None,
-            only_grouped=self._why_only_grouped(),
+            why_only_grouped=self._why_only_grouped(),
             is_shared=self.strategy.world_size > 1,
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
             device_memory=lambda: total_memory(self.device),
@@ -224,8 +225,8 @@ class Acceleration(TorchPart):
         return next((reason for reason, is_so in reasons if is_so), None)
 
     def _region(self) -> Region:
-        if self.run.split is not None:
-            self.run.split.detach()  # its hooks would become part of the compiled code
+        if self.run.step_timer is not None:
+            self.run.step_timer.detach()  # its hooks would become part of the compiled code
         key = compile_key(self.model, self.args)
         load_compile_cache(key)
         model, is_deterministic = without_wrappers(self.model), self.args.full_determinism
@@ -254,8 +255,8 @@ class Acceleration(TorchPart):
         return cannot_capture(self.model, self.device) if found is None and kind == "cuda" else found
 
     def _graph_micro_batches(self) -> GraphedTraining:
-        if self.run.split is not None:
-            self.run.split.detach()  # its own hooks must not prevent graphs
+        if self.run.step_timer is not None:
+            self.run.step_timer.detach()  # its own hooks must not prevent graphs
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():

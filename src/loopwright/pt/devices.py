@@ -56,18 +56,6 @@ def supports_bf16(device: torch.device) -> bool:
 
 
 @functools.cache
-def supports_fused_optimizer(device: torch.device) -> bool:
-    """Whether torch's fused AdamW runs on the device."""
-
-    def step() -> None:
-        parameter = torch.zeros(2, device=device, requires_grad=True)
-        parameter.grad = torch.zeros_like(parameter)
-        torch.optim.AdamW([parameter], fused=True).step()
-
-    return _works(step)
-
-
-@functools.cache
 def replaces_parameters(device: torch.device) -> bool:
     """Whether moving a parameter from the host to the device creates a new one, as on native devices."""
     if device.type in ("cpu", "meta"):

@@ -14,7 +14,7 @@ from ..args.from_transformers import converted, is_from_transformers
 from ..args.names import DebugOption
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
-from ..core.checkpoint.run_id import FAILED
+from ..core.checkpoint.ownership.run_id import FAILED
 from ..core.internals import Internals
 from ..core.user_code.constructor import adopt_tokenizer, make_model
 from ..core.user_code.overrides import accepts, is_overridden
@@ -218,24 +218,20 @@ class TorchInternals(Internals):
         self.loss.forward_takes = forward_parameters(model)
         self.loss.forward_takes_any = takes_anything(model)
         self.loss.splitter = self.loss.make_splitter()
-        self.trainer.model_accepts_loss_kwargs = bool(
-            getattr(
-                innermost(model),
-                "accepts_loss_kwargs",
-                # A forward of *args, **kwargs hides what it accepts, so num_items_in_batch is not passed.
-                self.loss.forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
-            )
-        )
-        self.trainer.label_smoother = None
-        if self.args.label_smoothing_factor and _is_multi_label(model):
-            self._leave_out_smoothing()
-        elif self.args.label_smoothing_factor:
-            self.trainer.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
+        # A forward of *args, **kwargs hides what it accepts, so num_items_in_batch is not passed.
+        takes_items = self.loss.forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch")
+        self.trainer.model_accepts_loss_kwargs = bool(getattr(innermost(model), "accepts_loss_kwargs", takes_items))
+        self.trainer.label_smoother = self._make_label_smoother(model)
         self.callback_handler.context["model"] = model
         self.run.accounting = self.loss.make_accounting()
         self.loss.bind_overrides()
 
-    def _leave_out_smoothing(self) -> None:
+    def _make_label_smoother(self, model: nn.Module) -> LabelSmoother | None:
+        """The label smoother, if one is requested and the model's labels are class numbers."""
+        if not self.args.label_smoothing_factor:
+            return None
+        if not _is_multi_label(model):
+            return LabelSmoother(epsilon=self.args.label_smoothing_factor)
         text = (
             "Label smoothing is not compatible with multi-label classification, whose labels are not class numbers; "
             f"label_smoothing_factor={self.args.label_smoothing_factor} is not used"
@@ -243,6 +239,7 @@ class TorchInternals(Internals):
         if self.args.strict:
             self.notices.warn_once(text)  # raises
         warnings.warn(text, stacklevel=2)
+        return None
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model(model, device)

@@ -43,7 +43,9 @@ class TorchRun(Run):
     heap: HostHeap | None = None
     """The heap of the process, if it keeps freed memory for the run."""
     time_split: TimeSplit | None = None
+    """The time of the sampled updates so far, by part."""
     work: TorchWorkCounter = field(init=False)
+    """Counts the tokens and operations of updates."""
 
     # data
     loader: Any = None

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..callbacks.metrics_file import FILE_NAME
-from ..core.checkpoint.claim import decoded
-from ..core.checkpoint.lock_file import LOCK
-from ..core.checkpoint.run_id import RUNNING
+from ..core.checkpoint.ownership.claim import decoded
+from ..core.checkpoint.ownership.lock_file import LOCK
+from ..core.checkpoint.ownership.run_id import RUNNING
 from ..core.measure.ledger import PARTS
 from ..core.measure.ledger_file import FILE as LEDGER, Recorded, read_ledger
 from ..errors import ArgumentsError

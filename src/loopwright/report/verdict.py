@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import mean
 
-from ..core.checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
+from ..core.checkpoint.ownership.run_id import FAILED, FINISHED, INTERRUPTED
 from ..core.measure.ledger import COMPILING, DATA, EVALUATION, LOST, PREPARING, PROVING, RESTARTS, SAVING, UPDATES
 from .folder import RunView
 from .series import Series

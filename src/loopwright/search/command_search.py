@@ -15,7 +15,7 @@ from typing import Any
 from ..callbacks.metrics_file import FILE_NAME, NON_FINITE
 from ..core.checkpoint.folder import STATE
 from ..core.checkpoint.manager import CheckpointManager
-from ..core.checkpoint.run_id import FINISHED, read_current
+from ..core.checkpoint.ownership.run_id import FINISHED, read_current
 from ..core.resuming.run_record import RESUME
 from ..core.shutdown.signals import FORWARDED, STOPPED_AFTER_SAVING
 from ..core.trial import CONTINUE

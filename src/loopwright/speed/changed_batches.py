@@ -65,8 +65,3 @@ class ChangedBatches:
         reference.batches = changed
         candidate = Candidate(self.name, lambda samples: changed, None, None, lambda batch: batch, nullcontext)
         return prober.prove(candidate, reference, divided=False)
-
-
-def same(proof: Proof) -> str:
-    """How equal loss and gradient are, for the report."""
-    return f"same loss and gradient (within {max(proof.numbers['gradient'], 1e-16):.0e})"

@@ -1,12 +1,20 @@
-"""SpeedEngine: makes the plan from the first updates and lays out the samples of every update."""
+"""SpeedEngine: makes the plan from the first updates and lays out the samples of every update.
+
+The calls of one update, in order:
+
+    arrange           make the plan if there is none; replace the collator's micro-batches by those of the plan
+    follow_changes    if a callback has changed the model since the last update: prove the plan again
+    active            the model has the plan's attention and output layer while the micro-batches are computed
+    inputs_of         the inputs of one micro-batch, on the device
+
+An update is laid out if its samples were regrouped into other micro-batches; otherwise it has those of the collator.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-
-import numpy as np
 
 from ..core.update import MicroBatch, Update
 from .attention.kernel_choice import without_cudnn
@@ -44,15 +52,18 @@ class SpeedEngine:
         self._make_setup, self._announce, self._tell = setup, announce, tell
         self._reset()
         self._changes = 0
+        """How often a change of the model had to be followed, up to `MOST_CHANGES`."""
         self._whole: set[str] = set()
         """Entries of batches that have no token dimension."""
         self._undo: list[Callable[[], None]] = []
+        """Functions that undo what the plan has changed in the model until the end of the run."""
 
     def _reset(self) -> None:
         """Clear all decisions; the training setup is read again when it is next needed."""
         self._made_setup: TrainingSetup | None = None
         self._knows_loss = False
         self.is_decided = False
+        """Whether the plan is made."""
         self.is_active = False
         """Whether the plan changes updates."""
         self.is_idle = False
@@ -61,14 +72,19 @@ class SpeedEngine:
         """Whether the model has the plan's attention and head now."""
         self.plan = SpeedPlan()
         self._layout: Layout | None = None
+        """How samples are regrouped; None if micro-batches are those of the collator."""
         self._head: ReplacedHead | None = None
-        self._last: tuple[list[Any], Samples] | None = None
-        """Collated batches and samples of the current update, to lay it out again; None if it is not laid out."""
+        """The output layer that replaces the model's during updates."""
+        self._laid_from: tuple[list[Any], Samples] | None = None
+        """The collator's batches and the samples of the current update; None if it is not laid out."""
         self._widest = 0
         """Length of the longest sample so far, which is the width of padded batches if few shapes are required."""
         self._graphed: GraphedTraining | None = None
+        """The training step as CUDA graphs."""
         self._collated: CollatedUse | None = None
+        """What the plan changes in the collator's batches: joined, padded, or computed by compiled code."""
         self._verification: Verification | None = None
+        """The comparisons with the normal path since the plan was made."""
         self._must_prove = False
         """Whether the next update must prove the plan: it comes from a checkpoint, or the model has changed."""
 
@@ -85,29 +101,32 @@ class SpeedEngine:
         setup = self._setup
         if not self.is_decided and not setup.is_shared:
             self.consider(update.batches)
-        self._last = None
+        self._laid_from = None
         if not self.is_active:
             return
-        self._learn(update.batches)
+        self._learn_loss(update.batches)
         if self._collated is not None and (reason := self._collated.arrange(update)) is not None:
-            self._take_back(reason)
-        samples = self._reader.read_or_none(update.batches) if self._layout is not None else None
-        if self._layout is None or samples is None:
-            if self._layout is None and self._head is not None:
-                self._verify_head(update.batches)
-            return
+            self._report_collated(reason)
+        if self._layout is not None:
+            samples = self._reader.read_or_none(update.batches)
+            if samples is not None:
+                self._arrange_samples(update, samples)
+        elif self._head is not None:
+            self._audit_head(update.batches)
+
+    def _arrange_samples(self, update: Update, samples: Samples) -> None:
+        """Lay out these samples if a proof covers them, or if the update agrees when it is compared now."""
         laid, limits = self._laid(update.batches, samples)
         assert self._verification is not None
         if self._must_prove or not self._verification.coverage.forms:
-            if not self._holds(update.batches, samples, limits):
-                return
-        elif not self._verification.allows(update.batches, samples, laid, limits):
-            return
-        if self._verify(update.batches, samples, limits):
-            self._last = (update.batches, samples)
+            may_be_laid = self._still_holds(update.batches, samples, limits)
+        else:
+            may_be_laid = self._verification.allows(update.batches, samples, laid, limits)
+        if may_be_laid and self._audit(update.batches, samples, limits):
+            self._laid_from = (update.batches, samples)
             self._put_into(update, samples, laid)
 
-    def _learn(self, batches: list[Any]) -> None:
+    def _learn_loss(self, batches: list[Any]) -> None:
         """Determine the form of the loss while it is unknown: a later batch may show more than the first."""
         setup = self._setup
         if not self._knows_loss or (not setup.is_shared and setup.wants_test(batches)):
@@ -119,7 +138,7 @@ class SpeedEngine:
     def _laid(self, batches: list[Any], samples: Samples) -> tuple[Laid, Limits]:
         assert self._layout is not None
         if self.plan.few_shapes and self.plan.layout in IN_ROWS:
-            self._look_at_widths(samples)
+            self._follow_longest(samples)
         limits = self._limits(batches, samples)
         return self._layout.lay(samples, limits, shifts=self._setup.shifts(), fill=self.plan.fill), limits
 
@@ -129,7 +148,7 @@ class SpeedEngine:
 
     # ---- validity of the plan ---------------------------------------------------------------------------------------
 
-    def _take_back(self, reason: str) -> None:
+    def _report_collated(self, reason: str) -> None:
         """Report that a part of the plan for the collator's batches was switched off."""
         self._tell(f"speed: {reason}")
         if self._graphed is not None:
@@ -143,7 +162,7 @@ class SpeedEngine:
         self.is_active = any(x is not None for x in (self._layout, self._head, self._graphed, self._collated))
         self.is_idle = not self.is_active
 
-    def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
+    def _still_holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
         """Whether the plan of a checkpoint is valid for this update; if not, the next update makes a new one."""
         assert self._verification is not None
         proof = self._verification.prove(batches, samples, limits, covers=not self._verification.coverage.forms)
@@ -152,25 +171,25 @@ class SpeedEngine:
             self._start_again(f"the plan in the checkpoint is no longer valid: {proof.reason}")
         return proof.accepted
 
-    def _verify(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
-        """Compare some updates both ways; if one differs, switch everything off and return False."""
+    def _audit(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
+        """Compute this update both ways if it is due; if it differs, switch everything off and return False."""
         assert self._verification is not None
-        watch = self._verification
-        proof = watch.count(batches, samples, limits)
-        if proof is None:
+        verification = self._verification
+        failed = verification.audit(batches, samples, limits)
+        if failed is None:
             return True
         self._tell(
-            f"speed: step {watch.updates} since planning differs from the normal path: {proof.reason}. The last "
-            f"step that agreed was {watch.since} steps earlier, those in between may be wrong; the collator's "
-            "batches are kept from now on."
+            f"speed: step {verification.updates} since planning differs from the normal path: {failed.reason}. The "
+            f"last step that agreed was {verification.since} steps earlier, those in between may be wrong; the "
+            "collator's batches are kept from now on."
         )
-        self._switch_off(f"a later step differed: {proof.reason}")
+        self._switch_off(f"a later step differed: {failed.reason}")
         return False
 
-    def _verify_head(self, batches: list[Any]) -> None:
-        """The same for a plan whose micro-batches are the collator's; that of a checkpoint is proved first."""
-        if not self._must_prove or self._holds(batches, None, None):
-            self._verify(batches, None, None)
+    def _audit_head(self, batches: list[Any]) -> None:
+        """Audit a plan that replaces the output layer only; if it is from a checkpoint, it is proved first."""
+        if not self._must_prove or self._still_holds(batches, None, None):
+            self._audit(batches, None, None)
 
     def _switch_off(self, reason: str) -> None:
         name = self.plan.layout if self._layout is not None or self._head is None else self._head.name
@@ -179,7 +198,7 @@ class SpeedEngine:
         plan = SpeedPlan(choices=self.plan.choices)
         for choice in plan.choices:
             choice.is_on, choice.reason = False, reason if choice.name == name else choice.reason
-        self.plan, self._graphed, self._collated, self._last = plan, None, None, None
+        self.plan, self._graphed, self._collated, self._laid_from = plan, None, None, None
         self._carry_out(None, None)
         self._announce(plan)
 
@@ -213,11 +232,11 @@ class SpeedEngine:
         reason = self._collated.arrange_again(update, change)
         self._setup.recount(update)
         if reason is not None:
-            self._take_back(reason)
+            self._report_collated(reason)
 
     def _prove_changed(self, update: Update, change: str) -> None:
         assert self._verification is not None
-        batches, samples = self._last or (update.batches, None)
+        batches, samples = self._laid_from or (update.batches, None)
         if samples is None and self._layout is not None:
             self._must_prove = True  # this update is not laid out; the next one that is proves the plan again
             return
@@ -237,27 +256,31 @@ class SpeedEngine:
             self._graphed.look_again()
 
     def _put_back(self, update: Update) -> None:
+        """Give an update the collator's batches again."""
         made = self.collated_batches(update)
         if made is not update.batches:
-            update.batches, self._last = made, None
+            update.batches, self._laid_from = made, None
             self._setup.recount(update)
 
-    def _look_at_widths(self, samples: Samples) -> None:
+    def _follow_longest(self, samples: Samples) -> None:
+        """Widen the padded batches if a sample is longer than all before; graphs of the former width are dropped."""
         longest = int(samples.axes[SOURCE].ends.max())
         if longest > self._widest:
             self._widest = longest
             if self._graphed is not None and self.plan.layout == UNPADDED:
                 self._graphed.step.forget()
 
+    # ---- the current update -----------------------------------------------------------------------------------------
+
     @property
     def is_laid(self) -> bool:
         """Whether the current update is laid out, instead of having the collator's batches."""
-        return self._last is not None
+        return self._laid_from is not None
 
     def collated_batches(self, update: Update) -> list[Any]:
         """The collator's micro-batches of the current update."""
-        if self._last is not None:
-            return self._last[0]
+        if self._laid_from is not None:
+            return self._laid_from[0]
         return update.batches if self._collated is None else self._collated.collated_batches(update)
 
     @property
@@ -267,7 +290,7 @@ class SpeedEngine:
 
     def keep_collated(self) -> None:
         """Treat the current update as not laid out: its micro-batches were replaced by others."""
-        self._last = None
+        self._laid_from = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -294,15 +317,6 @@ class SpeedEngine:
         """Context for the attention kernels of an update with the collator's batches."""
         return without_cudnn() if self.plan.varied else nullcontext()
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the function that runs an update in `active`."""
-
-        def running(*args: Any) -> Any:
-            with self.active():
-                return run(*args)
-
-        return running
-
     def inputs_of(self, micro: MicroBatch) -> Any:
         """The inputs of a micro-batch for the model, on the device."""
         if self._head is not None:
@@ -316,11 +330,11 @@ class SpeedEngine:
 
     def rearrange(self, update: Update) -> bool:
         """Lay out an update in micro-batches of half the size after memory ran out; returns whether that worked."""
-        if self._layout is None or self._last is None:
+        if self._layout is None or self._laid_from is None:
             return False
-        batches, samples = self._last
+        batches, samples = self._laid_from
         budget = self._limits(batches, samples).budget
-        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        longest = int(samples.lengths.max())
         if budget <= longest:
             return False
         self.plan.budget = max(longest, budget // 2)
@@ -392,7 +406,7 @@ class SpeedEngine:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._setup is not None  # creates the planner if necessary
+        assert self._setup is not None  # reading the property also creates the planner
         plan = self.plan.as_dict() if self.is_decided else None
         seen = {**self._planner.state_dict(), "whole": sorted(self._whole), "widest": self._widest}
         if self._verification is not None:

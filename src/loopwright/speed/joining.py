@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .changed_batches import CannotChange, ChangedBatches, same
+from .changed_batches import CannotChange, ChangedBatches
+from .planner.choice import same
 from .planner.cost import LAUNCH_SHARE, Work
 from .planner.decision import SpeedPlan
 from .proof.region import trial
@@ -85,8 +86,8 @@ def choose_joining(plan: SpeedPlan, setup: TrainingSetup, batches: list[Any], wo
 def _why_not(setup: TrainingSetup, work: Work | None, batches: list[Any]) -> str | None:
     if setup.is_shared:
         return "there is more than one rank"
-    if setup.only_grouped is not None:
-        return setup.only_grouped
+    if setup.why_only_grouped is not None:
+        return setup.why_only_grouped
     if any(isinstance(module, _BatchNorm) for module in setup.model.modules()):
         return "the model has batch statistics"
     if setup.level == "max":

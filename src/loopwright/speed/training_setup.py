@@ -45,11 +45,11 @@ class TrainingSetup:
     operations_per_token: float
     token_budget: int | None = None
     """Tokens per micro-batch, if set by the user."""
-    keeps: str | None = None
+    why_unchanged: str | None = None
     """Why the collator's micro-batches and the model must not be changed; None if they may be."""
     packs: bool = False
     """Whether updates take as many samples as fit, so that one may consist of a single sample."""
-    only_grouped: str | None = None
+    why_only_grouped: str | None = None
     """Why only grouping by length is allowed; None if all layouts are."""
     is_shared: bool = False
     """Whether each update is split across ranks, so that one plan is made for all of them."""
@@ -119,4 +119,5 @@ class TrainingSetup:
         libraries = [sys.modules.get(library) for library in ("torch", "transformers")]
         versions = [f"{library.__name__} {library.__version__}" for library in libraries if library is not None]
         # A new override of the user may depend on the collator's batches, so it invalidates the plan.
-        return ", ".join([name, *versions, *([self.only_grouped] if self.only_grouped else []), self.identity()])
+        overrides = [self.why_only_grouped] if self.why_only_grouped else []
+        return ", ".join([name, *versions, *overrides, self.identity()])

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .changed_batches import CannotChange, ChangedBatches, same
+from .changed_batches import CannotChange, ChangedBatches
 from .layouts.positions import most_positions
 from .layouts.samples import IGNORED
+from .planner.choice import same
 from .planner.decision import SpeedPlan
 from .training_setup import TrainingSetup
 
@@ -71,7 +72,7 @@ class WidthChoice:
         is_text = any(isinstance(each, Mapping) and "input_ids" in each for each in batches)
         if setup.device.type not in WIDENING_DEVICES or not setup.is_pair or is_text or setup.is_shared:
             return None
-        if setup.only_grouped is not None or setup.user_hook() is not None:
+        if setup.why_only_grouped is not None or setup.user_hook() is not None:
             return None
         try:
             return widened(batches, most_positions(setup.model))

@@ -31,7 +31,7 @@ class ShapeGuard:
         return self._count() - self._first
 
     def count(self) -> int:
-        """The same, for logs."""
+        """`graphs` as a function."""
         return self.graphs
 
     def saw(self, batch: Any) -> None:

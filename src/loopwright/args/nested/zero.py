@@ -43,9 +43,6 @@ OF_MODEL: dict[str, Callable[[int], int]] = {
 }
 """Keys whose `auto` depends on the hidden size of the model."""
 
-OF_PLAN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
-"""Keys whose `auto` depends on the length of the run; the trainer's own schedule covers them."""
-
 OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}
 SECTIONS_OF_OURS = ("optimizer", "scheduler")
 """Sections that duplicate optim and lr_scheduler_type: checked, then removed; the trainer creates both."""

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from .folder import MANIFEST, REPLACED, folder_name, is_staging, staging_name, step_in_name
-from .lock_file import LockFile
 from .manifest import Manifest, damage, read_manifest, refuse_odd_files
+from .ownership.lock_file import LockFile
 from .reading import bounded_content, persistent
 from .resharded import with_shards
 

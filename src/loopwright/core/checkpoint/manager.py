@@ -19,10 +19,10 @@ from .disk_errors import FULL, disk_error
 from .finding import fetched, newest_foreign
 from .folder import MANIFEST, PINNED, STATE, folder_name, step_in_name
 from .manifest import Manifest, adopt_changes, describe, read_manifest
-from .owner import Owner, Pause
+from .ownership.owner import Owner, Pause
+from .ownership.run_id import CurrentRun, read_current, write_current
 from .reading import Unreadable
 from .rotation import to_delete
-from .run_id import CurrentRun, read_current, write_current
 from .storage import Place, open_storage, split_place
 from .writers import Crew, Keep, publish_together
 

@@ -26,8 +26,8 @@ from ...args.paths import is_url, plain_path
 from ...errors import MissingPackage, OutputError
 from .folder import MANIFEST, PREFIX, folder_name
 from .local import Allow, staging_folder
-from .lock_object import LockObject
 from .manifest import Manifest, damage, names_outside, parsed
+from .ownership.lock_object import LockObject
 
 DAMAGED = "damaged.json"
 """Replaces the manifest of a damaged checkpoint and contains the reason."""

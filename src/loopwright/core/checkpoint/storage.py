@@ -9,8 +9,8 @@ from typing import Protocol
 
 from ...args.paths import fixed_folder, is_url, plain_path
 from .local import Allow, LocalStorage
-from .lock_file import Lock
 from .manifest import Manifest
+from .ownership.lock_file import Lock
 from .remote import FsspecStorage, folder_for, trimmed
 
 Place = Path | str

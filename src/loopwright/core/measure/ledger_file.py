@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...notices import logger
 from ..checkpoint.json_files import read_json
-from ..checkpoint.run_id import FINISHED, RUNNING
+from ..checkpoint.ownership.run_id import FINISHED, RUNNING
 from ..checkpoint.schema import named
 from .ledger import PARTS, Account, Ledger, Seconds
 

@@ -12,7 +12,7 @@ from ...args.problems import short
 from ...errors import CheckpointError, LoopwrightError, OutputError, OwnerError
 from ...notices import logger
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.run_id import RUNNING, CurrentRun, new_id, read_current
+from ..checkpoint.ownership.run_id import RUNNING, CurrentRun, new_id, read_current
 from ..shutdown.interruption import is_interactive
 from ..shutdown.signals import Interrupted
 from .continuation import count_call, interrupted_checkpoint, own_command

@@ -19,7 +19,7 @@ from ...args.secrets import masked_words
 from ...notices import logger
 from ..checkpoint.folder import ARGUMENTS, PROGRESS, STATE
 from ..checkpoint.json_files import read_json
-from ..checkpoint.run_id import FAILED, INTERRUPTED, RUNNING, CurrentRun
+from ..checkpoint.ownership.run_id import FAILED, INTERRUPTED, RUNNING, CurrentRun
 from ..checkpoint.schema import count, named, record
 from ..shutdown.interruption import is_interactive
 

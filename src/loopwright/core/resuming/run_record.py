@@ -14,7 +14,7 @@ from ...args.secrets import masked_words
 from ...errors import CheckpointError
 from ...notices import logger
 from ..checkpoint.json_files import read_json
-from ..checkpoint.run_id import CurrentRun
+from ..checkpoint.ownership.run_id import CurrentRun
 from ..checkpoint.schema import named
 
 FILE = "run.json"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...errors import LostRankError
 from ...notices import logger
 from ..checkpoint.folder import folder_name
-from ..checkpoint.run_id import FAILED, FINISHED, INTERRUPTED, RUNNING
+from ..checkpoint.ownership.run_id import FAILED, FINISHED, INTERRUPTED, RUNNING
 from ..logs.console import report_saves
 from ..resuming.run_record import note_stop
 from ..run import Run

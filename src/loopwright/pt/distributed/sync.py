@@ -99,7 +99,7 @@ class SharedLoss(TorchLoss):
 
     def _settle_doubts(self, doubts: list[int], batches: list[Any]) -> None:
         if HAS_LOSS_WITHOUT_ITEMS in doubts:
-            self.run.accounting.sees_loss_without_items()
+            self.run.accounting.record_loss_without_items()
             self._report_trouble()
         else:
             self.learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))

@@ -76,9 +76,8 @@ class TorchEvaluation(TorchPart, Evaluation):
     ) -> EvalLoopOutput:
         """Run `prediction_step` over a loader; collects losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self.trainer.compute_metrics = metrics_function(
-            self.trainer.compute_metrics, self.device
-        )  # may have been assigned since the last evaluation
+        # The function may have been assigned since the last evaluation.
+        self.trainer.compute_metrics = metrics_function(self.trainer.compute_metrics, self.device)
         if isinstance(self.trainer.compute_metrics, MetricObjects):
             self.trainer.compute_metrics.restart()
         if "gather_function" in vars(self.trainer) and not self.is_alone:

@@ -10,14 +10,14 @@ from torch import Tensor
 from ...core.strategy import StepwiseStrategy
 from ...core.update import MicroBatch, Update
 from .denominator import ITEMS
-from .inference import LossFindings
+from .inference import LossInference
 from .targets import LossKind, check_loss, count_samples
 
 WEIGHED = (LossKind.MEAN, LossKind.SAMPLES, LossKind.TOTAL, LossKind.MIXED, LossKind.OTHER, None)
 """Kinds of losses that are multiplied by the micro-batch's share of the update."""
 
 
-class LossAccounting(LossFindings):
+class LossAccounting(LossInference):
     """Weights micro-batches according to the denominator of their loss."""
 
     # ---- counting ---------------------------------------------------------------------------------------------------

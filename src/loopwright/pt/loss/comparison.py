@@ -50,7 +50,7 @@ class Equation:
 
     @property
     def is_informative(self) -> bool:
-        """Whether it is informative: a loss of zero without a gradient fits every denominator."""
+        """Whether it distinguishes denominators: a loss of zero without a gradient fits all of them."""
         gradient = self.whole.gradient
         moves = gradient is not None and bool(gradient.any())
         return self.whole.is_defined and (self.whole.value != 0 or moves)

@@ -1,14 +1,13 @@
-"""Inferring properties of a loss: which targets it counts, its denominator, and whether it is divided already."""
+"""Inferring the properties of a loss: a batch is computed as a whole and in parts, with several item counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from math import isclose
 from typing import Any
 
-from . import messages as notices
+from . import messages
 from .comparison import (
     Finding,
     Pieces,
@@ -22,156 +21,18 @@ from .comparison import (
     width_of,
 )
 from .denominator import ITEMS, NOTHING, SAMPLES, Denominator, candidates
+from .findings import LossFindings
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
-from .splitter import BatchSplitter, CannotSplit
+from .splitter import ALL, FIRST, BatchSplitter, CannotSplit
 from .targets import LossKind, count_samples, count_targets
 
-LOOKS = 16  # most tests of a loss; after that, the first assumptions are kept
 
-
-class LossFindings:
-    """The properties of a loss, given or inferred; unknown ones are assumed, with a warning."""
-
-    def __init__(
-        self,
-        label_names: list[str],
-        *,
-        guessed_shift: bool,
-        shift: bool | None = None,
-        kind: LossKind | None = None,
-        wants_items: bool = False,
-        accepts_items: bool = True,
-        is_trusted: bool = False,
-        padding: int | None = None,
-    ) -> None:
-        self.label_names = label_names
-        self.kind = kind
-        self.wants_items = wants_items
-        """Whether num_items_in_batch is passed even if an update is one micro-batch."""
-        self.accepts_items = accepts_items
-        """Whether the loss accepts num_items_in_batch at all."""
-        self.is_trusted = is_trusted
-        """Whether a loss scaled by the items is a library's and needs no further test."""
-        self.is_additive: bool | None = True if kind is LossKind.SCALED and is_trusted else None
-        """Whether, in training, the loss of a batch is composed of those of its parts; None while unknown."""
-        self.reason = "the loss has not been tested yet"
-        """Why the loss is not known to be additive."""
-        self.trouble: str | None = None
-        """A warning that has not been logged yet."""
-        self.divides: str | None = None
-        """What the loss is already divided by, if it is: the accumulation of the arguments or of the update."""
-        self.rivals: tuple[Denominator, ...] = ()
-        """Possible denominators of the loss; the first is assumed."""
-        self.may_pad_labels = False
-        """Whether a label of -100 is safe where none was seen: on a GPU it may end the run."""
-        self.may_compare = True
-        """Whether parts of batches may be computed: not on a device that compiles for each shape."""
-        self.is_claimed = kind is not None
-        """Whether the kind was given, not inferred."""
-        self._padding = padding
-        self._guessed_shift = guessed_shift
-        self._shift = shift
-        self._looks = 0
-        self._knows_division = False
-        self._ratios: tuple[float, ...] | None = None
-        self._may_join: bool | None = None
-        """Whether batches may be padded to be joined, as far as these batches show it."""
-
-    # ---- known properties --------------------------------------------------------------------------------------------
-
-    @property
-    def shifts(self) -> bool:
-        """Whether the loss ignores the first target of each row."""
-        return self._guessed_shift if self._shift is None else self._shift
-
-    @property
-    def undecided_shift(self) -> bool:
-        """Whether the targets that the loss counts are still a guess."""
-        return self._shift is None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether another batch may still reveal something about the loss."""
-        if self._looks >= LOOKS or self.is_claimed:
-            return False
-        return self.kind is None or self._shift is None or self.is_additive is None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the loss is not tested any more."""
-        return self._looks >= LOOKS
-
-    @property
-    def denominator(self) -> Denominator:
-        """The assumed denominator of the loss."""
-        return self.rivals[0] if self.rivals else Denominator(shifted=self.shifts)
-
-    def wants_test(self, batches: list[Any]) -> bool:
-        """Whether to test these micro-batches: a property is unknown, or possible denominators disagree on them."""
-        return self.is_open or self.disagrees(batches)
-
-    def disagrees(self, batches: list[Any]) -> bool:
-        """Whether the possible denominators would weight these micro-batches differently; computed on the host only."""
-        if len(self.rivals) < 2:
-            return False
-        if not any(map(self._is_weighted_differently, batches)):
-            return False
-        if self._looks < LOOKS:
-            return True
-        self.trouble = notices.MAY_BE_EITHER.format(*(by.described() for by in self.rivals[:2]))
-        self.rivals = self.rivals[:1]
-        return False
-
-    def _is_weighted_differently(self, batch: Any) -> bool:
-        """Whether the possible denominators have other ratios in this micro-batch than in those before it."""
-        counts = [by.count(batch, self.label_names) for by in self.rivals]
-        if any(not isinstance(count, int) for count in counts):
-            return False
-        ratios = tuple(float(count / counts[0]) if counts[0] else float("nan") for count in counts)
-        if self._ratios is None:
-            self._ratios = ratios
-        return not all(map(_is_same, ratios, self._ratios))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inferred properties of the loss, as JSON values."""
-        return {
-            "kind": None if self.kind is None else self.kind.name,
-            "shift": self._shift,
-            "additive": self.is_additive,
-            "reason": self.reason,
-            "divides": self.divides,
-            "looks": self._looks,
-            "rivals": [each.as_dict() for each in self.rivals],
-            "ratios": self._ratios,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kind = None if state["kind"] is None else LossKind[state["kind"]]
-        self._shift, self.is_additive, self.reason = state["shift"], state["additive"], state["reason"]
-        self.divides, self._looks = state["divides"], state["looks"]
-        self.rivals = tuple(Denominator(**each) for each in state["rivals"])
-        ratios = state["ratios"] or ()
-        self._ratios = tuple(ratios) if len(ratios) == len(self.rivals) and ratios else None
-
-    def items_in(self, batch: Any) -> Any:
-        """The targets of a batch, or None if it has no labels."""
-        return count_targets(batch, self.label_names, shifted=self.shifts)
-
-    def weight_in(self, batch: Any) -> Any:
-        """The weight of a batch's mean loss."""
-        count = self.denominator.count(batch, self.label_names)
-        return count_samples(batch) if count is None else count
-
-    # ---- inference ---------------------------------------------------------------------------------------------------
-
-    def know_mean_over_samples(self) -> None:
-        """Take what is known without a test."""
-        self.kind, self.rivals = LossKind.SAMPLES, (Denominator(SAMPLES),)
-        self.is_additive, self.reason, self._shift = True, "", False
+class LossInference(LossFindings):
+    """Computes the loss in different ways, and concludes from the results."""
 
     def learn_from_all(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
-        """Learn, and once more if the first micro-batches leave denominators open that weight others differently."""
+        """Learn, and once more if denominators remain that weight later micro-batches differently."""
         self.learn(batches, probe, splitter)
         if _is_several(batches) and self.disagrees(batches):
             self.learn(batches, probe, splitter)
@@ -179,7 +40,9 @@ class LossFindings:
     def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
         """Compute the loss of a batch and of its parts to infer which targets it counts and its denominator.
 
-        Of long batches a part is used. If one is not informative, the next is; after an error the question stays open.
+        Where losses are computed in higher precision than in training, half of the samples are tested first, which need
+        no more memory. If what they show does not hold for all samples, all are tested. After an error the question
+        stays open.
         """
         batches = batches if _is_several(batches) else [batches]
         splitter = BatchSplitter(self.label_names) if splitter is None else splitter
@@ -189,34 +52,31 @@ class LossFindings:
         def again(these: list[Any]) -> None:
             self.load_state_dict(before)
             self.trouble = trouble
-            self._learn_from(these, probe, splitter)
+            self._test(these, probe, splitter)
 
-        self._learn_from(halves, probe, splitter)
+        self._test(halves, probe, splitter)
         if all(splitter.half_of(each) is each for each in batches[:2]) or (halves is batches and len(batches) == 1):
             return  # nothing was left out
-        try:
-            if halves is not batches and not self.is_additive:  # a model may need rows of one width
-                splitter.may_trim = False
+        if halves is not batches and not self.is_additive:  # a model may need rows of one width
+            with splitter.halving(FIRST):
                 again([splitter.half_of(each) for each in batches])
-            splitter.may_halve = False
+        with splitter.halving(ALL):
             if not self._holds_for_all(batches, probe, splitter):
                 again(batches)
-        finally:
-            splitter.may_halve = splitter.may_trim = True
 
-    def _learn_from(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
-        if self._shift is None and self._knows_all_but_shift() and self._shift_is_no_matter(batches[0]):
+    def _test(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
+        """Compute losses of these micro-batches, first of parts of them, and adopt what they show."""
+        if self._shift is None and self._knows_all_but_shift() and self._shift_does_not_matter(batches[0]):
             return  # not informative; nothing was computed
         self._may_join = None
         self._looks += 1
         part = [part_of(batch, self.label_names) for batch in batches[:4]]
         is_part = any(mine is not other for mine, other in zip(part, batches, strict=False))
-        error = self._tried(part, probe, splitter, batches)
+        error = self._error_of_test(part, batches, probe, splitter)
         if error is not None and is_part:  # a model may need complete samples
-            error = self._tried(batches, probe, splitter)
+            error = self._error_of_test(batches, batches, probe, splitter)
         if error is not None:
-            text = (str(error).splitlines() or [""])[0][:200]
-            self.reason = f"the loss could not be tested: {type(error).__name__}: {text}"
+            self.reason = f"the loss could not be tested: {type(error).__name__}: {_first_line(error)}"
             self.trouble = (
                 f"{self.reason}. It is weighted by {self.denominator.described()}; return (sum, count) to be exact"
             )
@@ -248,14 +108,14 @@ class LossFindings:
             return (Denominator(NOTHING),)
         return self.rivals or (Denominator(shifted=self.shifts),)
 
-    def _tried(
-        self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter, whole: list[Any] | None = None
+    def _error_of_test(
+        self, batches: list[Any], whole: list[Any], probe: LossProbe, splitter: BatchSplitter
     ) -> Exception | None:
+        """Learn shift and kind from `batches`, and the denominator from parts of `whole`; returns the error, if any."""
         while True:
-            whole = batches if whole is None else whole
             try:
                 with probe.trying():
-                    self._learn(batches, probe)
+                    self._learn_shift_and_kind(batches[0], probe)
                     if self._wants_comparison():
                         rows = [rows_of(batch, self.label_names) for batch in whole]
                         self._compare_with_parts(rows, probe, splitter)
@@ -271,13 +131,14 @@ class LossFindings:
     def _knows_all_but_shift(self) -> bool:
         return self.kind is not None and self.is_additive is not None and len(self.rivals) < 2
 
-    def _learn(self, batches: list[Any], probe: LossProbe) -> None:
-        inputs = batches[0]
+    def _learn_shift_and_kind(self, inputs: Any, probe: LossProbe) -> None:
         failed = self.learn_shift(inputs, probe)
-        knows_targets = self._shift is not None or not isinstance(inputs, Mapping) or self._shift_is_no_matter(inputs)
+        knows_targets = (
+            self._shift is not None or not isinstance(inputs, Mapping) or self._shift_does_not_matter(inputs)
+        )
         knows_targets |= failed  # continue with the guess
         if self.kind is None and knows_targets:
-            self.kind = self._form(inputs, probe)
+            self.kind = self._kind_by_items(inputs, probe)
         if self.kind is LossKind.SCALED and self.is_trusted:
             self.is_additive, self.reason = True, ""
 
@@ -286,7 +147,8 @@ class LossFindings:
             return False
         return self.is_additive is None or len(self.rivals) > 1
 
-    def _form(self, inputs: Any, probe: LossProbe) -> LossKind | None:
+    def _kind_by_items(self, inputs: Any, probe: LossProbe) -> LossKind | None:
+        """The kind of the loss, as far as it shows with different item counts; None if this batch shows nothing."""
         items = self.items_in(inputs)
         items = int(items if items is not None else count_samples(inputs)) or 1
         if self.accepts_items:
@@ -296,7 +158,7 @@ class LossFindings:
             return LossKind.SUM
         return LossKind.MEAN if found.is_defined and (found.value or found.gradient is not None) else None
 
-    def _shift_is_no_matter(self, inputs: Any) -> bool:
+    def _shift_does_not_matter(self, inputs: Any) -> bool:
         """Whether the first targets of this batch are ignored anyway, like those of prompts."""
         counts = [count_targets(inputs, self.label_names, shifted=shifted) for shifted in (False, True)]
         return counts[0] is not None and bool(counts[0] == counts[1])
@@ -329,8 +191,16 @@ class LossFindings:
                 if is_first:
                     self._check_padding(batches, probe)
             return
-        quiet, _ = self._compared(pieces, probe, training=False)
-        self._take_without_training(quiet, found, error)
+        evaluated, _ = self._compared(pieces, probe, training=False)
+        self._take_evaluated(evaluated, found, error)
+
+    def _warn_about_assumption(self, batches: list[Any]) -> None:
+        """Warn about an assumption if the alternative would weight these micro-batches differently."""
+        if self.kind not in (LossKind.MEAN, None) or self.rivals:
+            return
+        counts = [self.items_in(batch) for batch in batches]
+        if all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
+            self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
     def _pieces(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> Pieces:
         """Batches with their parts; joined batches are padded if that changes nothing, otherwise truncated."""
@@ -394,7 +264,7 @@ class LossFindings:
         if padding_is_neutral(batches, like, probe, items_of=self.items_in, pad_token=self._padding or 0):
             return
         self.is_additive, self.reason = False, "the loss of a batch changes with its padding"
-        self.trouble = notices.COUNTS_PADDING
+        self.trouble = messages.COUNTS_PADDING
 
     def _take(self, found: Finding) -> None:
         """Adopt the denominators that fit, the most likely first."""
@@ -412,7 +282,7 @@ class LossFindings:
         if self._shift is None and len(shifts) == 1 and self.kind is LossKind.MEAN:
             self._shift = shifts.pop()
         if self.kind is LossKind.TOTAL:
-            self.trouble = notices.IS_A_SUM
+            self.trouble = messages.IS_A_SUM
 
     def _narrow_to(self, rivals: tuple[Denominator, ...]) -> None:
         """Keep these denominators, and how they weighted the micro-batches so far."""
@@ -423,36 +293,29 @@ class LossFindings:
             self._ratios = None
         self.rivals = rivals
 
-    def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
-        """Adopt the result of evaluation mode, because in training nothing fits or the comparison failed."""
+    def _take_evaluated(self, evaluated: Finding | None, trained: Finding | None, error: Exception | None) -> None:
+        """Adopt the result of evaluation mode, because in train mode nothing fits or the comparison failed."""
         weighed = self.kind not in (LossKind.SCALED, LossKind.SUM, LossKind.MIXED) and not self.is_claimed
-        fits = quiet is not None and quiet.is_informative and bool(quiet.rivals)
-        compared = [each for each in (quiet, found) if each is not None and each.is_informative and not each.draws]
+        fits = evaluated is not None and evaluated.is_informative and bool(evaluated.rivals)
+        compared = [
+            each for each in (evaluated, trained) if each is not None and each.is_informative and not each.draws
+        ]
         if weighed and not fits and any(each.counts_empty for each in compared):
-            return self.sees_loss_without_items()
+            return self.record_loss_without_items()
         self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
         if error is not None:
-            text = (str(error).splitlines() or [""])[0][:200]
-            self.reason = f"a part of a batch has no loss of its own: {text}"
-        elif found is not None and found.draws:
+            self.reason = f"a part of a batch has no loss of its own: {_first_line(error)}"
+        elif trained is not None and trained.draws:
             self.reason = "the loss uses random numbers in training, besides dropout"
-        if weighed and quiet is not None and fits:
-            self.rivals, self.kind = quiet.rivals, _kind_of(quiet.rivals[0])
+        if weighed and evaluated is not None and fits:
+            self.rivals, self.kind = evaluated.rivals, _kind_of(evaluated.rivals[0])
         elif self.kind is LossKind.MIXED and not self.is_claimed:
             self.rivals = (Denominator(SAMPLES),)
         elif weighed:  # like a hand-written loop: the mean over micro-batches
             self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.OTHER
-        if (found is None and fits) or (found is not None and not found.draws):
-            self.trouble = notices.COUPLED.format(self.denominator.described())
+        if (trained is None and fits) or (trained is not None and not trained.draws):
+            self.trouble = messages.COUPLED.format(self.denominator.described())
         elif not fits:
-            self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
-
-    def _warn_about_assumption(self, batches: list[Any]) -> None:
-        """Warn about an assumption if the alternative would weight these micro-batches differently."""
-        if self.kind not in (LossKind.MEAN, None) or self.rivals:
-            return
-        counts = [self.items_in(batch) for batch in batches]
-        if all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
             self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
     def learn_division(self, batch: Any, probe: LossProbe, said: Callable[..., AbstractContextManager[Any]]) -> None:
@@ -472,32 +335,15 @@ class LossFindings:
                 raise
             return
         if self.divides is not None:
-            self.trouble = notices.IS_DIVIDED
-
-    def give_up(self, reason: str) -> None:
-        """End the inference, keeping the assumptions."""
-        if self._looks < LOOKS:
-            self._looks, self.reason = LOOKS, reason
-            self.trouble = f"the loss is not tested: {reason}. It is weighted by {self.denominator.described()}"
-
-    def keep_weights_of(self, before: LossFindings) -> None:
-        """If no denominator fits after a change of the model, keep the weights that fitted before."""
-        if self.kind is LossKind.OTHER and before.kind not in (None, LossKind.OTHER):
-            self.kind, self.rivals = before.kind, before.rivals[:1]  # a coupled loss does not distinguish denominators
-            self.trouble = notices.COUPLED.format(self.denominator.described())
-
-    def sees_loss_without_items(self) -> None:
-        """Record that a micro-batch without items has a loss: it is not a mean over items, so samples are used."""
-        self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
-        self.is_additive, self.reason = False, "a batch without label tokens has a nonzero loss"
-        self.trouble = notices.WITHOUT_ITEMS
-
-
-_is_same = partial(isclose, rel_tol=1e-12)
+            self.trouble = messages.IS_DIVIDED
 
 
 def _kind_of(by: Denominator) -> LossKind:
     return {SAMPLES: LossKind.SAMPLES, NOTHING: LossKind.TOTAL}.get(by.what, LossKind.MEAN)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _is_several(batches: Any) -> bool:

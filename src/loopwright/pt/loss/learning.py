@@ -77,7 +77,7 @@ class LossLearning(TorchPart, LossPart):
         accounting.may_compare = not is_lazy(self.device)
         accounting.may_pad_labels = self.device.type == "cpu" or is_of_transformers
         if is_of_transformers and kind is None and is_mean_over_samples(innermost(self.model)):
-            accounting.know_mean_over_samples()
+            accounting.record_mean_over_samples()
         return accounting
 
     def make_splitter(self) -> BatchSplitter:
@@ -100,10 +100,8 @@ class LossLearning(TorchPart, LossPart):
             return None
         try:
             with sandbox(self.model, self.trainer):
-                collate, pair = (
-                    self.trainer._get_collator_with_removed_columns(self.trainer.data_collator),
-                    [data[0], data[1]],
-                )
+                collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator)
+                pair = [data[0], data[1]]
                 return collate(pair[:1]), collate(pair[1:]), collate(pair)
         except Exception:  # a dataset may lack these indices, a collator may need more samples
             return None
@@ -136,7 +134,7 @@ class LossLearning(TorchPart, LossPart):
                     raise
                 continue  # it has no loss
             if found.is_defined and found.value:
-                self.run.accounting.sees_loss_without_items()
+                self.run.accounting.record_loss_without_items()
                 self._report_trouble()
                 return True
         return False
@@ -148,7 +146,7 @@ class LossLearning(TorchPart, LossPart):
         if reason is not None:
             accounting.give_up(reason)
         elif self._inputs_are_made_from(batches):
-            accounting.sees_loss_without_items()
+            accounting.record_loss_without_items()
             accounting.give_up("_prepare_inputs makes the model's inputs from samples, and a test would do it again")
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
             accounting.learn_from_all(batches, self.probe(), self.splitter)

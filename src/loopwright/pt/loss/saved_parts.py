@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.checkpoint.schema import any_number, count, flag, list_of, maybe, named, number, record, text
-from .inference import LOOKS, LossFindings
+from .findings import LOOKS, LossFindings
 
 _DENOMINATOR = record({}, {"what": text, "column": maybe(text), "ignored": number(), "shifted": flag})
 SAVED_LOSS = record(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ ENOUGH = 8
 """Samples of a batch of which half are just as informative: fewer may not show how a loss couples samples."""
 ENOUGH_PLACES = 2048
 """Rows times columns of a batch below which it is not made smaller again."""
+SHORTEST, FIRST, ALL = "shortest", "first", "all"
+"""What `half_of` gives: the half with the shortest rows, without their common padding; the first half; all samples."""
 
 
 class BatchSplitter:
@@ -63,9 +66,8 @@ class BatchSplitter:
         self._proved: dict[Path, bool] = {}
         """Whether an entry has one row per sample, where that was tested."""
         self._asked = False
-        self.may_halve = True
-        self.may_trim = True
-        """Whether a half may be that with the shortest rows, without what is padding in all of them."""
+        self._half = SHORTEST
+        """What `half_of` gives."""
 
     def see(self, batch: Any) -> None:
         """Record the length of every entry of a batch of this size."""
@@ -100,15 +102,24 @@ class BatchSplitter:
             pieces += self.split(batch, [min(step, size - start) for start in range(0, max(size, 1), step)])
         return pieces
 
+    @contextmanager
+    def halving(self, half: str) -> Iterator[None]:
+        """A context in which `half_of` gives this instead of the shortest half."""
+        self._half = half
+        try:
+            yield
+        finally:
+            self._half = SHORTEST
+
     def half_of(self, batch: Any) -> Any:
         """Half of a batch's samples, or fewer; all of them if they are few or cannot be split.
 
         In single precision they take the memory that all of them take in half precision, and short ones less time.
         """
-        if count_samples(batch) < ENOUGH or not self.may_halve:
+        if count_samples(batch) < ENOUGH or self._half == ALL:
             return batch
         try:
-            if not self.may_trim:
+            if self._half == FIRST:
                 return self.split_all([batch], 2)[0]
             half = self._shortest_half(batch)
         except CannotSplit:

@@ -14,6 +14,7 @@ from ...core.checkpoint.schema import check_part
 from ...core.logs.incident import write_incident
 from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
+from ...speed.engine import SpeedEngine
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import COLLATED
 from ..data.columns import innermost
@@ -67,25 +68,39 @@ class TorchLoss(LossCalls):
         update = Update(batches, samples=self.internals.data.samples_in(batches), micro_batches=len(batches))
         if self.run.work.counts:
             self.run.work.measure(update)
-        if self.trainer.label_smoother is not None and self.is_alone:
-            self.run.accounting.learn_shift(batches[0], self.shift_probe())
-        if len(self.run.accounting.rivals) > 1 and self.is_alone and self.run.accounting.disagrees(batches):
-            self.learn_loss(batches)  # the collator's batches: rearranged ones are less informative
-        if self.is_alone and len(batches) > 1 and self._is_recheck_due():
-            self._check_loss_again(batches, after_change=False)
-        speed = None if self.run.speed is None or self.run.speed.is_idle else self.run.speed
-        if speed is not None and speed.plan.layout != COLLATED and self.run.accounting.is_additive is False:
-            self._leave_layouts()
-            speed = None
-        if speed is not None:
-            speed.arrange(update)
-        self._divide(update, is_laid=speed is not None and speed.is_laid)
-        needs_items = self.run.accounting.wants_items or self._items_overridden
-        needs_items = needs_items or (speed is not None and speed.is_active)
+        if self.is_alone:
+            self._learn_from_collated(batches)
+        self._apply_speed_plan(update)
+        self._divide(update)
+        needs_items = self.run.accounting.wants_items or self._items_overridden or self._active_speed is not None
         if needs_items or len(update.batches) > 1 or not self.is_alone:
             self.count_update(update)
         self._stamp_model(update)
         return update
+
+    @property
+    def _active_speed(self) -> SpeedEngine | None:
+        """The speed engine, if its plan changes updates."""
+        return self.run.speed if self.run.speed is not None and self.run.speed.is_active else None
+
+    def _learn_from_collated(self, batches: list[Any]) -> None:
+        """Test the loss if that is due, with the collator's batches: rearranged ones are less informative."""
+        if self.trainer.label_smoother is not None:
+            self.run.accounting.learn_shift(batches[0], self.shift_probe())
+        if len(self.run.accounting.rivals) > 1 and self.run.accounting.disagrees(batches):
+            self.learn_loss(batches)
+        if len(batches) > 1 and self._is_recheck_due():
+            self._check_loss_again(batches, after_change=False)
+
+    def _apply_speed_plan(self, update: Update) -> None:
+        """Apply the speed plan, unless the loss turned out not to allow it."""
+        speed = self.run.speed
+        if speed is None or speed.is_idle:
+            return
+        if speed.plan.layout != COLLATED and self.run.accounting.is_additive is False:
+            self._leave_layouts()
+        else:
+            speed.arrange(update)
 
     def _leave_layouts(self) -> None:
         """Stop rearranging batches, because the loss turned out not to allow it."""
@@ -101,10 +116,11 @@ class TorchLoss(LossCalls):
         if source is not None:
             self.named.add_source(f"loss_{source}", given, loss, micro)
 
-    def _divide(self, update: Update, *, is_laid: bool) -> None:
+    def _divide(self, update: Update) -> None:
         """Divide micro-batches by datasets and, after running out of memory, into smaller ones."""
         if self.run.splits_by_source:
             self._split_by_source(update)
+        is_laid = self.run.speed is not None and self.run.speed.is_laid
         if self.run.micro_split > 1 and not is_laid:  # rearranged rows are not split
             update.batches = self._cut(update.batches, self.run.micro_split, update.sources)
 
@@ -147,8 +163,8 @@ class TorchLoss(LossCalls):
         return pieces
 
     def count_update(self, update: Update) -> None:
-        # Rearranged batches are less informative; the speed engine tests the loss on the original ones.
-        is_collated = self.run.speed is None or not self.run.speed.is_active
+        """Count the targets of an update; tests the loss first if what it counts is not known."""
+        is_collated = self._active_speed is None  # otherwise the speed engine has tested the loss on the collator's
         has_parts = len(update.batches) > 1
         has_parts_or_items = has_parts or self._items_overridden  # only a loss that divides by items needs them
         if self.is_alone and is_collated and has_parts_or_items and self.run.accounting.is_open:
@@ -178,8 +194,8 @@ class TorchLoss(LossCalls):
     def micro_batch(self, update: Update, index: int) -> MicroBatch:
         if index and self.run.signals.wants_save and self._may_be_cut_short():
             raise Interrupted
-        micro, speed = self.run.accounting.micro_batch(update, index), self.run.speed
-        if speed is not None and speed.is_active:
+        micro, speed = self.run.accounting.micro_batch(update, index), self._active_speed
+        if speed is not None:
             micro.inputs = speed.inputs_of(micro)
         return micro
 
@@ -190,7 +206,7 @@ class TorchLoss(LossCalls):
 
     def _stamp_model(self, update: Update) -> None:
         """Record the state of the model if weights of micro-batches or a speed plan depend on it."""
-        if len(update.batches) == 1 and (self.run.speed is None or not self.run.speed.is_active):
+        if len(update.batches) == 1 and self._active_speed is None:
             self.run.stamp = None
         elif self.run.stamp is None:
             self.strategy.training()
@@ -198,7 +214,7 @@ class TorchLoss(LossCalls):
 
     def _follow_model(self, update: Update) -> None:
         """Check the loss and the speed plan again if the model was changed since the last update."""
-        speed = self.run.speed if self.run.speed is not None and self.run.speed.is_active else None
+        speed = self._active_speed
         made = update.batches if speed is None else speed.collated_batches(update)
         changes = self.run.stamp.changes() if self.run.stamp is not None else []
         if not changes:

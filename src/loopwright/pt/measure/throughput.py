@@ -16,7 +16,7 @@ from ...notices import logger
 from ...speed.compile.compile_time import CompileTime
 from ...speed.measure.flops import Operations, count_operations
 from ...speed.measure.peaks import device_name, device_peak
-from ...speed.measure.step_timing import Split, TimeSplit, next_sample
+from ...speed.measure.step_timing import StepTimer, TimeSplit, next_sample
 from ...speed.measure.sustained import sustained_operations
 from ...speed.report import SpeedReport, report_of
 from ..devices import memory_figures
@@ -57,7 +57,7 @@ class TorchPacing(TorchPart, Pacing):
             self._counted = None
         self.follow_compiler()
         self.run.time_split = TimeSplit()
-        self.run.split, self.run.split_at = None, next_sample(self.state.global_step)
+        self.run.step_timer, self.run.step_timer_at = None, next_sample(self.state.global_step)
         return ThroughputMeter(
             peak_operations=peak,
             sustained_operations=sustained,
@@ -88,17 +88,18 @@ class TorchPacing(TorchPart, Pacing):
 
     def toggle_step_timing(self, update: Update) -> None:
         step = self.state.global_step
-        if self.run.split is None:
+        if self.run.step_timer is None:
             try:
-                self.run.split, self.run.split_at = Split(self.device, self.trainer.model_wrapped), step + 1
+                self.run.step_timer = StepTimer(self.device, self.trainer.model_wrapped)
+                self.run.step_timer_at = step + 1
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                self.run.split_at = -1
+                self.run.step_timer_at = -1
                 logger.info(f"step timing is not available: {self.device} has no timed events: {error}")
             return
-        self.run.split.end(micro_batches=len(update.batches), waited=self.run.pace.last_wait)
+        self.run.step_timer.end(micro_batches=len(update.batches), waited=self.run.pace.last_wait)
         assert self.run.time_split is not None
-        self.run.time_split.add(self.run.split)
-        self.run.split, self.run.split_at = None, next_sample(step)
+        self.run.time_split.add(self.run.step_timer)
+        self.run.step_timer, self.run.step_timer_at = None, next_sample(step)
 
     def follow_compiler(self) -> None:
         """Count the time of compiling in the time ledger, once torch's compiler is in use."""
@@ -111,9 +112,9 @@ class TorchPacing(TorchPart, Pacing):
         if self._compile_time is not None:
             self._compile_time.leave()
             self._compile_time = None
-        if self.run.split is not None:
-            self.run.split.detach()
-            self.run.split = None
+        if self.run.step_timer is not None:
+            self.run.step_timer.detach()
+            self.run.step_timer = None
 
     def _operations_of(self, interval: Interval) -> float | None:
         if self.operations is None or not math.isfinite(interval.real_tokens):

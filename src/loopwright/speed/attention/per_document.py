@@ -34,7 +34,7 @@ class AttentionRequest(NamedTuple):
 
 @torch._disable_dynamo  # every number of documents would be compiled again
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
-    """Call scaled_dot_product_attention for each document."""
+    """Attention within each document of a row, by one call of scaled_dot_product_attention per document."""
     borders = borders_in(documents)
     return each_document(query, key, value, borders, borders, ask)
 
@@ -44,7 +44,10 @@ def each_document(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor, key_borders: Tensor, ask: AttentionRequest, *,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same if keys are those of another row, or if scores have a bias by distance, (heads, distances)."""
+    """The attention of each document of a row to the document at the same place of the row of keys.
+
+    `bias`, (heads, distances), is added to the scores by the distance between query and key.
+    """
     pairs = zip(_lengths(borders), _lengths(key_borders), strict=True)
     lengths = [pair for pair in pairs if any(pair)]
     groups = query.shape[1] // key.shape[1]

@@ -17,8 +17,6 @@ from .cache import save_compile_cache
 from .preparation import await_imports
 from .recompiles import RecompileCounter
 
-SCOPES = ("blocks", "model")
-
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks a model repeats: members of lists of two or more modules of one class, outermost lists only."""

@@ -161,7 +161,7 @@ class RegionCall(CompiledCall):
 
 
 class BlockCall(RegionCall):
-    """The same for a block, whose first tensor determines the sizes of all others."""
+    """Calls a compiled block; its shape is that of its first tensor, which determines the sizes of all others."""
 
     _around = staticmethod(nullcontext)
 

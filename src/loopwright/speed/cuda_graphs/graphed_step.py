@@ -46,7 +46,7 @@ class GraphChoice:
 
     def look(self, batches: Sequence[Any]) -> None:
         if self._setup.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
-            self.shapes |= {repr(_key(batch)) for batch in batches}
+            self.shapes |= {repr(shape_key(batch)) for batch in batches}
 
     def why_not(
         self, plan: SpeedPlan, batches: Sequence[Any], *, row: int = 0, work: Work | None = None
@@ -62,12 +62,11 @@ class GraphChoice:
         for reason, is_so in (
             ("the fused loss has a different number of targets each time", plan.linear_loss),
             ("activations are recomputed", plan.activations != "none"),
-            ("batches hold more than tensors and plain values", any(_key(batch) is None for batch in batches)),
+            ("batches hold more than tensors and plain values", any(shape_key(batch) is None for batch in batches)),
             (f"micro-batches have more than {MOST_SHAPES} shapes", not in_rows and len(self.shapes) > MOST_SHAPES),
         ):
             if is_so:
                 return reason
-        setup = self._setup
         if work is not None and not in_rows:
             return self._why_not_worth_counted(work, len(batches))
         if in_rows:
@@ -98,10 +97,6 @@ class GraphChoice:
         if not wants_all and not pays(saved * micro_batches * setup.updates_left(), kind):
             return "the run is too short to recover the cost of capturing"
         return None
-
-
-def _key(batch: Any) -> Any:
-    return shape_key(dict(batch)) if isinstance(batch, Mapping) else None
 
 
 def operations_of(batches: Sequence[Any], per_token: float) -> float | None:

@@ -7,7 +7,7 @@ replays. Capturing it would gain nothing and would not allow its settings to cha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -265,10 +265,12 @@ class GraphedStep:
 # ---- what may be captured -------------------------------------------------------------------------------------------
 
 
-def shape_key(inputs: Inputs) -> Hashable | None:
-    """Shapes and dtypes of the tensors, and plain values; None if a batch holds anything else."""
+def shape_key(batch: Any) -> Hashable | None:
+    """Shapes and dtypes of the tensors, and plain values, by name; None if a batch is or holds anything else."""
+    if not isinstance(batch, Mapping):
+        return None
     parts: list[Hashable] = []
-    for name, value in inputs.items():
+    for name, value in batch.items():
         if isinstance(value, Tensor):
             parts.append((name, tuple(value.shape), value.dtype))
         elif value is None or isinstance(value, (bool, int, float, str)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
-from ..layouts.positions import check_lengths, longest_alike
+from ..layouts.reading import SampleReader
 from ..layouts.rows import Limits, longest_row, padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for
@@ -27,7 +27,7 @@ from ..planner.decision import (
     is_worth_it,
     seconds,
 )
-from ..proof.guard import Coverage, Seen, image_tokens_of, samples_of
+from ..proof.guard import Coverage, Seen
 from ..proof.prober import Proof, ProofRefused
 from ..proof.prover import knows_count
 from .evaluation_setup import EvaluationSetup
@@ -65,9 +65,7 @@ class EvaluationEngine:
         self._layout: Layout | None = None
         self._head: ReplacedHead | None = None
         self._coverage = Coverage()
-        self._whole: set[str] = set()
-        self._image_tokens = image_tokens_of(getattr(setup.model, "config", None))
-        self._longest_alike = longest_alike(setup.model)
+        self._reader = SampleReader(setup, set(), tell=log)
         self._looks = self._windows = self._proofs = 0
         self._must_compare = False
         self._stamp = ModelStamp(setup.model)
@@ -120,7 +118,7 @@ class EvaluationEngine:
         if not self.is_decided or self.is_off or self._setup.wants_test(list(batches)):
             return None
         try:
-            samples = self._taken_apart(batches)
+            samples = self._reader.read_to_lay(batches)
         except NoSamples as reason:
             self._log(f"speed: evaluation batches like these are computed as collated: {reason}")
             return None
@@ -165,9 +163,9 @@ class EvaluationEngine:
         """Use micro-batches of half the size after memory ran out; returns whether that is possible."""
         if self._layout is None:
             return False
-        samples = self._taken_apart(batches)
+        samples = self._reader.read_to_lay(batches)
         budget = limits_for(self.plan, self._setup, batches, samples).budget
-        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        longest = int(samples.lengths.max())
         if budget <= longest:
             return False
         self.plan.budget = max(longest, budget // 2)
@@ -209,7 +207,7 @@ class EvaluationEngine:
         """Compare some batches of a window both ways; what agrees is covered from now on."""
         prover, plan = EvaluationProver(self._setup), self.plan
         try:
-            samples = self._taken_apart(batches)
+            samples = self._reader.read_to_lay(batches)
             limits = limits_for(plan, self._setup, batches, samples)
             reference = prover.update(samples, batches, repeats=False)
         except (ProofRefused, NoSamples) as reason:
@@ -253,7 +251,7 @@ class EvaluationEngine:
             return
         operations, batches = tokens * setup.operations_per_token, self._enough(batches)
         try:
-            samples = self._taken_apart(batches)
+            samples = self._reader.read_to_lay(batches)
         except NoSamples as reason:
             self._nothing(str(reason), is_final=not isinstance(reason, OddSamples) or self._looks >= LOOKS)
             return
@@ -317,17 +315,6 @@ class EvaluationEngine:
         self._stamp.settle()
         self._announce(plan)
 
-    def _taken_apart(self, batches: Sequence[Any]) -> Samples:
-        setup = self._setup
-        samples = samples_of(
-            batches, is_pair=setup.is_pair, shifts=setup.shifts(), whole=self._whole, image_tokens=self._image_tokens
-        )
-        self._whole.update(samples.per_sample())
-        check_lengths(samples, self._longest_alike)
-        if setup.shifts() and samples.first_targets_are_counted():
-            raise OddSamples("a left-padded sample has a target on its first token")
-        return samples
-
 
 def _tokens_in(batch: Any) -> int:
     ids = batch.get("input_ids") if isinstance(batch, dict) or hasattr(batch, "get") else None
@@ -340,7 +327,7 @@ def _classes(setup: EvaluationSetup) -> int:
 
 def _telling(batches: Sequence[Any], samples: Samples) -> list[Any]:
     """The batches with the longest and the shortest sample, and the first."""
-    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    lengths = samples.lengths
     ends = np.cumsum([len(piece.members) for piece in collated(batches)])
     places = {int(np.searchsorted(ends, place, side="right")) for place in (0, lengths.argmax(), lengths.argmin())}
     return [batches[place] for place in sorted(places)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..proof.guard import image_tokens_of, samples_of
@@ -21,7 +21,7 @@ class SampleReader:
         self._image_tokens = image_tokens_of(getattr(setup.model, "config", None))
         self._longest_alike = longest_alike(setup.model)
 
-    def read(self, batches: list[Any]) -> Samples:
+    def read(self, batches: Sequence[Any]) -> Samples:
         """The samples; raises `NoSamples` if they cannot be separated."""
         setup = self._setup
         samples = samples_of(
@@ -31,13 +31,17 @@ class SampleReader:
         check_lengths(samples, self._longest_alike)
         return samples
 
-    def read_or_none(self, batches: list[Any]) -> Samples | None:
-        """The samples, or None if the update keeps the collator's batches."""
+    def read_to_lay(self, batches: Sequence[Any]) -> Samples:
+        """The samples, to lay them out; raises `NoSamples` if they cannot be separated, or must not be regrouped."""
+        samples = self.read(batches)
+        if self._setup.shifts() and samples.first_targets_are_counted():
+            raise OddSamples("a left-padded sample has a target on its first token")
+        return samples
+
+    def read_or_none(self, batches: Sequence[Any]) -> Samples | None:
+        """The samples to lay out, or None if the update keeps the collator's batches."""
         try:
-            samples = self.read(batches)
-            if self._setup.shifts() and samples.first_targets_are_counted():
-                raise OddSamples("a left-padded sample has a target on its first token")
+            return self.read_to_lay(batches)
         except NoSamples as reason:
             self._tell(f"speed: keeping the collator's batches when they look like these: {reason}")
             return None
-        return samples

@@ -48,10 +48,6 @@ class Axis:
     def is_right_padded(self) -> bool:
         return not self.starts.any()
 
-    @property
-    def is_left_padded(self) -> bool:
-        return bool((self.ends == self.width).all())
-
 
 @dataclass
 class Samples:
@@ -66,6 +62,12 @@ class Samples:
 
     def __len__(self) -> int:
         return len(next(iter(self.axes.values())).starts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each sample; of a pair, those of source and target together."""
+        found: np.ndarray = np.sum([axis.lengths for axis in self.axes.values()], axis=0)
+        return found
 
     @property
     def real_tokens(self) -> int:
@@ -112,7 +114,7 @@ class Samples:
 
     def longest_with_targets(self) -> int:
         """The index of the longest sample with targets; of the longest one if none has any."""
-        lengths = np.sum([axis.lengths for axis in self.axes.values()], axis=0)
+        lengths = self.lengths
         has = self.have_targets()
         return int(np.where(has, lengths, 0).argmax() if has.any() else lengths.argmax())
 
@@ -373,7 +375,7 @@ def _join(parts: list[Tensor], width: int, on_left: bool, padding: Any) -> Tenso
 
 def few_of(samples: Samples, count: int, tokens: int) -> Samples:
     """A few samples of different lengths, the longest first, truncated to `tokens` if they are right-padded."""
-    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    lengths = samples.lengths
     order = np.argsort(-lengths, kind="stable")
     places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
     chosen = samples.select(order[places])

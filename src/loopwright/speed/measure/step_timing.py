@@ -65,7 +65,7 @@ class Marks:
         return float(first.elapsed_time(second)) / 1000
 
 
-class Split:
+class StepTimer:
     """One sampled update, from the end of the one before it to its own end."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -130,23 +130,23 @@ class Split:
 
 
 class TimeSplit:
-    """The mean split of all sampled updates that the device has finished."""
+    """The mean time of each part of an update, over the sampled updates that the device has finished."""
 
     def __init__(self) -> None:
-        self._open: list[Split] = []
+        self._open: list[StepTimer] = []
         self._sums: dict[str, float] = {}
         self.updates = 0
 
-    def add(self, split: Split) -> None:
-        self._open.append(split)
+    def add(self, timer: StepTimer) -> None:
+        self._open.append(timer)
 
     def read(self) -> None:
         """Add the sampled updates that the device has completed by now."""
         waiting = []
-        for split in self._open:
-            if not split.marks.are_known():
-                waiting.append(split)
-            elif (parts := split.parts()) is not None:
+        for timer in self._open:
+            if not timer.marks.are_known():
+                waiting.append(timer)
+            elif (parts := timer.parts()) is not None:
                 self._take(parts)
         self._open = waiting
 

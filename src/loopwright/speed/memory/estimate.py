@@ -53,22 +53,6 @@ class MemoryEstimate:
         return int(self.fixed + tokens * self.per_token[policy])
 
 
-@dataclass(frozen=True)
-class MemoryChoice:
-    """The planner's choice, with the numbers it is based on."""
-
-    policy: str
-    needed: int
-    usable: int
-    tokens_that_fit: int
-    """The largest token budget of a micro-batch under this policy."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the micro-batch fits with this policy."""
-        return self.needed <= self.usable
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
@@ -230,10 +214,3 @@ def tokens_that_fit(estimate: MemoryEstimate, usable: int, policy: str = "none")
     per_token = estimate.per_token[policy]
     tokens = int(room / per_token) if per_token > 0 else 0
     return 1 << (tokens.bit_length() - 1) if room > 0 and tokens > 0 else 0
-
-
-def choose_activation_memory(estimate: MemoryEstimate, usable: int, *, tokens: int) -> MemoryChoice:
-    """The first of none, selective and full with which micro-batches of this many tokens fit; full if none does."""
-    fitting = [policy for policy in POLICIES if estimate.at(tokens, policy) <= usable]
-    policy = fitting[0] if fitting else POLICIES[-1]
-    return MemoryChoice(policy, estimate.at(tokens, policy), usable, tokens_that_fit(estimate, usable, policy))

@@ -106,7 +106,7 @@ def plan_memory(
     total = setup.device_memory()
     if total is None or setup.token_budget is not None or setup.recomputes:
         return None
-    longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+    longest = int(samples.lengths.max())
     measured_for = f"{plan.layout}, {'no logits' if plan.linear_loss else 'logits'}, {longest} tokens"
     measured = earlier
     if measured is None or measured.measured_for != measured_for:
@@ -190,7 +190,7 @@ def limits_for(
 def _estimate(
     setup: TrainingSetup, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: ReplacedHead | None
 ) -> MemoryEstimate:
-    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    lengths = samples.lengths
     place, whole = int(lengths.argmax()), int(lengths.max())
     blocks = repeated_blocks(setup.model)
 

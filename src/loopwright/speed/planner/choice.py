@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from ..fused_loss.lazy_logits import HEAD, PendingHead
@@ -111,8 +110,8 @@ class Decision:
     def _offered(self, name: str) -> Layout | str:
         """The layout, or why it is not compared at all."""
         setup = self._setup
-        if name not in IN_GROUPS and setup.only_grouped is not None:
-            return setup.only_grouped
+        if name not in IN_GROUPS and setup.why_only_grouped is not None:
+            return setup.why_only_grouped
         if name not in FOR_PAIRS and setup.is_pair:
             return "samples are pairs of a source and a target"
         if name == PAIRED and not setup.is_pair:
@@ -193,7 +192,7 @@ class Decision:
         except ProofRefused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
         if not proof.accepted:
-            return self._blamed(proof, limits, reference)
+            return self._what_to_disable(proof, limits, reference)
         plan.add_numbers(HEAD if layout is None else plan.layout, proof.numbers)
         return self._covered(reference, limits)
 
@@ -206,13 +205,13 @@ class Decision:
         while True:
             limits = limits_for(plan, self._setup, self.batches, self.samples)
             proof = self.prover.prove_update(self._candidate(plan.layout, self.head, limits=limits), reference)
-            longest = int(np.sum([axis.lengths for axis in self.samples.axes.values()], axis=0).max())
+            longest = int(self.samples.lengths.max())
             if not proof.ran_out or self.layout is None or limits.budget <= longest:
                 return proof, limits
             plan.budget = max(longest, limits.budget // 2)
             self._setup.free_memory()
 
-    def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
+    def _what_to_disable(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
         """What must be disabled: groups as graphs, or the fused loss, if everything else agrees; else the layout."""
         if self.plan.few_shapes and self.plan.layout in IN_GROUPS:
             return GRAPHS, proof
@@ -240,7 +239,7 @@ class Decision:
 
 
 def same(proof: Proof, where: str = "") -> str:
-    """How equal loss and gradient are, for the report."""
+    """What a proof found to be the same, and how far apart it was at most, for the report."""
     what = next((name for name in ("gradient", "output") if name in proof.numbers), None)
     if what is None:
         return f"same loss{where} (within {max(proof.numbers['loss'], 1e-16):.0e})"

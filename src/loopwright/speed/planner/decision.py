@@ -128,7 +128,7 @@ PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
 PER_MODULE = {"cpu": 6e-5, "cuda": 4e-4}
 """Estimated seconds for launching one module's forward and backward."""
 PER_LAUNCH = {"cpu": 6e-5, "cuda": 1e-4}
-"""The same for the host only, which is what a graph saves."""
+"""Estimated seconds of the host alone for that, which is what a graph saves."""
 UNCOMPILED = {"cpu": 5e10, "cuda": 2e14}
 """Estimated operations per second of a device that runs module by module."""
 WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
@@ -140,7 +140,7 @@ SHORT_ROW = 8192
 ROW_TOKENS = 32_768
 """Row length beyond which gradient accumulation and weight casts are a small share, so longer rows gain little."""
 GROUP_TOKENS = 14_336
-"""The same for groups, of which an update has many in any case."""
+"""Tokens of a group beyond which larger groups gain little; less than for a row, since an update has many groups."""
 
 
 def _of(table: dict[str, float], device_type: str) -> float:
@@ -172,7 +172,7 @@ RECORDING_SECONDS = {"cpu": 0.0, "cuda": 10.0}
 
 
 def pays_to_record_rows(saved_seconds: float, device_type: str) -> bool:
-    """The same for rows of a few lengths."""
+    """Whether the launch time saved exceeds the cost of graphs for rows of a few lengths, each of which is captured."""
     return pays_to_record(saved_seconds - _of(RECORDING_SECONDS, device_type), device_type)
 
 

@@ -1,6 +1,6 @@
-"""The output layer where no layout brings the fused loss: fused without a count, or with a padded number of classes.
+"""The output layer for the collator's batches: with the fused loss, in CUDA graphs, or with a padded number of classes.
 
-Speech to text, for example: its samples cannot be regrouped, and its logits are the largest tensors of an update.
+For models whose samples cannot be regrouped, such as speech to text, where the logits are the largest tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HeadChoice:
         classes = 0 if head is None else padded_classes(head.weight)
         if head is None or classes == head.weight.shape[0] or not self._setup.computes_half:
             return None
-        if self._setup.only_grouped is not None:  # the user's code gets the logits, and may need them contiguous
+        if self._setup.why_only_grouped is not None:  # the user's code gets the logits, and may need them contiguous
             return None
         padded = PaddedHead(head)
         proof = prove(padded)

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,10 @@ class KeptPlan:
 
 
 def form_of(samples: Samples) -> str:
-    """Names, kinds and padding of the entries of an update, and whether its rows hold several samples: for others, the
-    tests on a few samples may give another result."""
+    """A hash of the entries of an update (names, kinds, padding) and of whether its rows hold several samples.
+
+    For an update of another form, comparisons on a few samples may give another result.
+    """
     seen = Seen.of(samples, row=0)
     constants = sorted((name, described(value)) for name, value in seen.constants.items())
     parts = [sorted(seen.entries.items()), constants, sorted(seen.paddings.items()), seen.sides]
@@ -147,8 +150,9 @@ class PlanFile:
         self._key: str | None = None
         self._has_key = False
 
-    def load(self) -> KeptPlan | None:
-        """What an earlier run has kept for the same device, versions, code and settings."""
+    @cached_property
+    def earlier(self) -> KeptPlan | None:
+        """What an earlier run has kept for the same device, versions, code and settings, read once."""
         try:
             path = self._path()
             if path is None or not path.is_file():
@@ -228,7 +232,7 @@ class KeptDecision(Decision):
         return self._agreed(candidate.name)
 
     def prove_update(self) -> tuple[str, Proof] | Coverage:
-        """The same, with gradients of some micro-batches and the loss of the others."""
+        """Compare the update: gradients of `COMPARED_AGAIN` micro-batches, and the loss of the others."""
         found = super().prove_update()
         if not self._others or not isinstance(found, Coverage):
             return found

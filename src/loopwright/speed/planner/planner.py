@@ -89,20 +89,17 @@ class Planner:
         self._regions = RegionChoice(setup)
         self._widths = WidthChoice(setup)
         self._file = PlanFile(setup)
-        self._earlier: KeptPlan | None = None
-        """What an earlier run has kept, until it was used."""
-        self._has_read = False
-        self._varied: set[str] = set()
-        """The shapes of the collator's micro-batches, until there are many."""
+        self._shapes: set[str] = set()
+        """The shapes of the collator's micro-batches, until there are many; in checkpoints called `varied`."""
 
     def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         """The plan, as soon as an update shows a benefit or that there is none; None before that."""
         setup = self._setup
         self._looks += 1
-        if len(self._varied) <= MOST_GRAPHS:
-            self._varied |= {repr(shape_key(dict(batch))) for batch in batches if isinstance(batch, Mapping)}
-        if setup.keeps is not None:
-            return self._kept(setup.keeps)
+        if len(self._shapes) <= MOST_GRAPHS:
+            self._shapes |= {repr(shape_key(batch)) for batch in batches if isinstance(batch, Mapping)}
+        if setup.why_unchanged is not None:
+            return self._plan_without_changes(setup.why_unchanged)
         seen = self._widths.look(batches)
         self._regions.most = MOST_SHAPES if seen is batches else MOST_WIDTHS
         self._graphs.look(seen)
@@ -121,22 +118,23 @@ class Planner:
         return made._replace(region=region, head=head)
 
     def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
+        """The plan as far as samples are concerned; what is done with the collator's batches is chosen after it."""
         setup = self._setup
         if (hooked := setup.user_hook()) is not None:
             plan = _nothing(f"a hook on {hooked} may read batches")
             self._note_graphs(plan, f"a hook on {hooked} would not be called")
             return Made(plan)
         if not setup.insists and not self._is_large(batches):
-            return self._settle("the run is too small to benefit", batches)
+            return self._without_layout("the run is too small to benefit", batches)
         try:
             samples = take_apart(batches)
         except NoSamples as reason:
             if isinstance(reason, OddSamples) and self._looks < LOOKS:
                 return None  # the next update may have other samples
-            return self._settle(str(reason), batches, padding=1.0)
+            return self._without_layout(str(reason), batches, padding=1.0)
         padding = self._padding_to_leave_out(batches, samples)
         if isinstance(padding, str):
-            return self._settle(padding, batches)
+            return self._without_layout(padding, batches)
         if padding is None:
             return None
         self._recall(batches, samples)
@@ -145,7 +143,7 @@ class Planner:
         coupled = setup.why_not_additive()
         if coupled is not None:  # the collator's batches are kept; the fused loss is still possible
             return self._decide(batches, samples, 0.0, coupled)
-        return self._settle("the denominator of the loss is unknown", batches) if self._looks == LOOKS else None
+        return self._without_layout("the denominator of the loss is unknown", batches) if self._looks == LOOKS else None
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +180,7 @@ class Planner:
 
     # ---- what -------------------------------------------------------------------------------------------------------
 
-    def _settle(self, reason: str, batches: list[Any], *, padding: float = 0.0) -> Made | None:
+    def _without_layout(self, reason: str, batches: list[Any], *, padding: float = 0.0) -> Made | None:
         """A plan that changes nothing, except that micro-batches may become graphs; None to wait for more updates."""
         if self._waits_for_shapes(batches):
             return None
@@ -199,30 +197,22 @@ class Planner:
             get_ready()
 
     def _decide(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None = None) -> Made:
+        """The plan that an earlier run has proved, if it agrees here; otherwise the one found by comparing all."""
         self._tokens = samples.real_tokens
         self._prepare_compiler(batches, samples)
-        made = self._taken_over(batches, samples, padding, why_collated)
+        made = self._reused(batches, samples, padding, why_collated)
         if made is not None:
             return made
-        made = self._searched(batches, samples, padding, why_collated)
-        self._file.save(
-            KeptPlan.of(
-                made.plan,
-                made.coverage,
-                form=form_of(samples),
-                shape=self._regions.shape_of(batches),
-                work=self._regions.count(batches),
-                memory=made.memory,
-                shift=self._setup.known_shift(),
-            )
-        )
+        made = self._search(batches, samples, padding, why_collated)
+        form, shape, work = form_of(samples), self._regions.shape_of(batches), self._regions.count(batches)
+        shift, memory = self._setup.known_shift(), made.memory
+        kept = KeptPlan.of(made.plan, made.coverage, form=form, shape=shape, work=work, memory=memory, shift=shift)
+        self._file.save(kept)
         return made
 
     def _recall(self, batches: list[Any], samples: Samples) -> None:
         """Read what an earlier run has kept, and prepare the compiler early if its work is known from there."""
-        if not self._has_read:
-            self._earlier, self._has_read = self._file.load(), True
-        earlier = self._earlier
+        earlier = self._file.earlier
         if earlier is not None and earlier.work is not None:
             self._regions.earlier = (earlier.shape, earlier.work)
         if earlier is not None and earlier.shift is not None and earlier.form == form_of(samples):
@@ -230,16 +220,14 @@ class Planner:
         if self._regions.recalls(batches):
             self._prepare_compiler(batches, samples)
 
-    def _taken_over(
-        self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None
-    ) -> Made | None:
-        """A plan with what an earlier run has proved, if the update agrees; None to search for one."""
-        kept, self._earlier = self._earlier, None
+    def _reused(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None) -> Made | None:
+        """The plan with what an earlier run has proved, if the update agrees; None to search for one."""
+        kept = self._file.earlier
         if kept is None or kept.form != form_of(samples):
             return None
         decision = KeptDecision(self._setup, samples, batches, kept)
         try:
-            self._drafted(decision, padding, why_collated)
+            self._draft(decision, padding, why_collated)
         except NotKept:
             return None
         plan = decision.plan
@@ -256,12 +244,12 @@ class Planner:
         """Remove what is kept for later runs: it turned out to be wrong here."""
         self._file.save(None)
 
-    def _searched(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None) -> Made:
+    def _search(self, batches: list[Any], samples: Samples, padding: float, why_collated: str | None) -> Made:
         """A plan for which all candidates were compared."""
         refused: dict[str, Proof] = {}
         while True:
             decision = Decision(self._setup, samples, batches, refused)
-            self._drafted(decision, padding, why_collated)
+            self._draft(decision, padding, why_collated)
             plan, found = decision.plan, None
             if plan.layout != COLLATED or plan.linear_loss:
                 found = decision.prove_update()
@@ -269,13 +257,14 @@ class Planner:
                 break
             what, proof = found
             if what not in (plan.layout, HEAD, GRAPHS):
-                return self._settle(proof.reason, batches, padding=padding) or Made(SpeedPlan(), padding=padding)
+                made = self._without_layout(proof.reason, batches, padding=padding)
+                return made or Made(SpeedPlan(), padding=padding)
             refused[what] = proof
         self.choose_compiling(plan)
         return Made(plan, decision.layout, decision.head, padding, found, memory=decision.memory)
 
-    def _drafted(self, decision: Decision, padding: float, why_collated: str | None) -> None:
-        """Complete a plan that agrees on a few samples."""
+    def _draft(self, decision: Decision, padding: float, why_collated: str | None) -> None:
+        """Fill the plan of a decision with what agrees on a few samples."""
         setup, samples, batches = self._setup, decision.samples, list(decision.batches)
         plan = decision.make(padding=padding, micro_batches=len(batches), why_collated=why_collated)
         if decision.is_comparable:
@@ -364,24 +353,23 @@ class Planner:
         setup = self._setup
         return setup.on_gpu and (setup.level == "max" or self._regions.blocks_pay(self._micro_batches))
 
-    def _kept(self, reason: str) -> Made | None:
+    def _plan_without_changes(self, reason: str) -> Made | None:
         """A plan that changes neither batches nor model; None until it is known whether their shapes vary."""
-        if not self._do_vary and self._looks < LOOKS:
+        if not self._shapes_vary and self._looks < LOOKS:
             return None
         plan = _nothing(reason)
         self._choose_attention(plan)
         return Made(plan)
 
     @property
-    def _do_vary(self) -> bool:
-        return self._setup.device.type in VARYING_DEVICES and len(self._varied) > MOST_GRAPHS
+    def _shapes_vary(self) -> bool:
+        return self._setup.device.type in VARYING_DEVICES and len(self._shapes) > MOST_GRAPHS
 
     def _choose_attention(self, plan: SpeedPlan) -> None:
         """Avoid kernels that are prepared for each shape if the collator's batches have many."""
-        setup = self._setup
-        plan.varied = self._do_vary and not plan.graphed and not plan.widened
+        plan.varied = self._shapes_vary and not plan.graphed and not plan.widened
         if plan.varied:
-            plan.made_for = setup.described()
+            plan.made_for = self._setup.described()
             plan.note(VARIED, True, "cuDNN's are not used, because they have to be prepared for each new shape")
 
     def _widened(self, plan: SpeedPlan, batches: list[Any]) -> list[Any]:
@@ -399,14 +387,13 @@ class Planner:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        seen = {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "varied": sorted(self._varied),
-                "tokens": self._tokens,
-                "micro_batches": self._micro_batches}  # fmt: skip
-        return {**seen, **self._regions.state_dict()}
+        shapes = {"shapes": sorted(self._graphs.shapes), "varied": sorted(self._shapes)}
+        seen = {"looks": self._looks, "tokens": self._tokens, "micro_batches": self._micro_batches}
+        return {**seen, **shapes, **self._regions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks, self._tokens = state.get("looks", 0), state.get("tokens", 0)
         self._micro_batches = state.get("micro_batches", 1.0)
         self._graphs.shapes = set(state.get("shapes", ()))
-        self._varied = set(state.get("varied", ()))
+        self._shapes = set(state.get("varied", ()))
         self._regions.load_state_dict(state)

@@ -26,7 +26,7 @@ LOOKS = 3
 MOST_SHAPES = 2
 """Most shapes of micro-batches for which a region is compiled."""
 MOST_WIDTHS = 4
-"""The same for batches whose targets are padded to a few widths; each is compiled when it first occurs."""
+"""Most shapes if targets are padded to a few widths, each of which is compiled when it first occurs."""
 FASTER = 0.97
 """Largest share of the time as written that a region may take."""
 
@@ -51,7 +51,7 @@ class RegionChoice:
         """Record the shapes of an update's micro-batches."""
         if self._setup.why_not_region is None and len(self.shapes) <= self.most:
             self.looks += 1
-            self.shapes |= {repr(_key(batch)) for batch in batches}
+            self.shapes |= {repr(shape_key(batch)) for batch in batches}
 
     def waits(self, batches: Sequence[Any]) -> bool:
         """Whether more updates are needed to see if shapes repeat."""
@@ -93,7 +93,7 @@ class RegionChoice:
     @staticmethod
     def shape_of(batches: Sequence[Any]) -> str:
         """The shape of the micro-batch that is counted."""
-        return repr(_key(batches[0]))
+        return repr(shape_key(batches[0]))
 
     def _pays(self, batches: Sequence[Any]) -> bool:
         setup = self._setup
@@ -200,10 +200,6 @@ class RegionChoice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.looks, self.shapes = state.get("region_looks", 0), set(state.get("region_shapes", ()))
         self._work = Work(**state["work"]) if state.get("work") else None
-
-
-def _key(batch: Any) -> Any:
-    return shape_key(dict(batch)) if isinstance(batch, Mapping) else None
 
 
 def _described(region: Region, numbers: Mapping[str, float]) -> str:

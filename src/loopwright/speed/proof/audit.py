@@ -38,9 +38,18 @@ class Verification:
     ) -> None:
         self._setup, self._plan, self._layout, self._head, self._tell = setup, plan, layout, head, tell
         self.coverage = Coverage()
-        self.updates = self.audits = self.proofs = self.failures = self.left = 0
-        """Updates since planning; compared both ways; proved again; proved different; new and kept as collated."""
+        self.updates = 0
+        """Updates since the plan was made."""
+        self.audits = 0
+        """Updates that were computed both ways as a sample of all."""
+        self.proofs = 0
+        """Updates that were computed both ways because their inputs were new."""
+        self.failures = 0
+        """Of these, the ones that differed."""
+        self.left = 0
+        """Updates with new inputs that kept the collator's batches."""
         self._last_audit = 0
+        """The last update that was audited and agreed."""
         self._refused = 0
         """Consecutive audits that had no reference, for example because the loss was not finite."""
 
@@ -119,7 +128,7 @@ class Verification:
 
     # ---- audits -----------------------------------------------------------------------------------------------------
 
-    def count(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
+    def audit(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
         """Count an update and, if it is due, compare it both ways; returns the proof if it failed, else None."""
         self.updates += 1
         tokens = _numbers_in(batches) if samples is None else padded_tokens(batches, samples)

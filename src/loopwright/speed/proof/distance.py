@@ -34,7 +34,7 @@ COLUMN_FLOOR = 1e-2
 PIECE = 1 << 20
 """Numbers of a gradient that are compared at a time."""
 DEVICE_PIECE = 1 << 23
-"""The same on devices, where launching the kernels of many small pieces would take longer than computing them."""
+"""Numbers compared at a time on devices, where kernels of many small pieces would take longer to launch than to run."""
 
 
 def half_tolerance(noise: float) -> Tolerance:
@@ -57,7 +57,7 @@ def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor 
 
 
 def distance_of(norms: SquaredNorms) -> float:
-    """The same, from norms."""
+    """Relative L2 distance over all parameters together, from the norms of each."""
     apart, size = (sum(values) for values in zip(*norms, strict=True)) if norms else (0.0, 0.0)
     return float((apart / size) ** 0.5) if size else (0.0 if apart == 0 else float("inf"))
 

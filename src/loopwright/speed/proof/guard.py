@@ -134,11 +134,16 @@ class Seen:
     entries: dict[str, list[Any]] = field(default_factory=dict)
     """For every tensor: its axis (or `PER_SAMPLE`), its dtype, and the remaining dimensions of its shape."""
     constants: dict[str, Any] = field(default_factory=dict)
+    """Values that all samples share."""
     paddings: dict[str, list[float]] = field(default_factory=dict)
+    """The padding values of every tensor."""
     sides: list[str] = field(default_factory=list)
+    """The sides on which samples were padded: left, right."""
     shortest: dict[str, int] = field(default_factory=dict)
     longest: dict[str, int] = field(default_factory=dict)
+    """The lengths of the shortest and of the longest sample, by axis."""
     ragged: bool = False
+    """Whether samples had different lengths."""
     counts_first: bool = False
     """Whether the first tokens of samples were targets."""
     row: int = 0

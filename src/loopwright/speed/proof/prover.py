@@ -175,7 +175,7 @@ class Prover:
 
     def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
         """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""
-        lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+        lengths = samples.lengths
         order = np.argsort(lengths, kind="stable")
         has_targets = samples.have_targets()
         if not has_targets.any():
@@ -206,7 +206,7 @@ class Prover:
         labels = None if samples is None else samples.tensors.get("labels")
         if samples is None or labels is None or not any("labels" in axis.names for axis in samples.axes.values()):
             return False
-        lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+        lengths = samples.lengths
         again = np.flatnonzero(np.cumsum(lengths) <= tokens - lengths.sum())
         if not len(again):
             return False
@@ -283,7 +283,7 @@ def knows_count(setup: TrainingSetup) -> bool:
     model = setup.model
     if type(model).__module__.startswith("peft."):
         model = model.get_base_model()
-    if setup.only_grouped is not None or "forward" in vars(model) or users_loss_of(model) is not None:
+    if setup.why_only_grouped is not None or "forward" in vars(model) or users_loss_of(model) is not None:
         return False
     return bool(type(model).forward.__module__.startswith("transformers."))
 
@@ -293,7 +293,7 @@ _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
 
 def _halves(samples: Samples) -> Limits:
     """Limits that give two micro-batches or more, so that splitting is part of the proof."""
-    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    lengths = samples.lengths
     return Limits(budget=max(int(lengths.max()), -(-int(lengths.sum()) // 2)), overhead=0)
 
 

@@ -1,4 +1,4 @@
-"""Comparing a compiled region with the model as written: one update in training as it is, dropout included."""
+"""Comparing a compiled region with the model as written, on an update as it is trained: with dropout."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from ...errors import OwnerError
-from ...notices import logger
+from ....errors import OwnerError
+from ....notices import logger
 from .claim import Claim, own_claim
 from .lock_file import FREE, HELD, UNKNOWN, FoundLock, Lock
 

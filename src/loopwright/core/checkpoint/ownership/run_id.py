@@ -11,9 +11,9 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
-from ...errors import CheckpointError
-from .manifest import Manifest
-from .storage import Storage
+from ....errors import CheckpointError
+from ..manifest import Manifest
+from ..storage import Storage
 
 FILE = "current_run.json"
 RUNNING, INTERRUPTED, FAILED, FINISHED = "running", "interrupted", "failed", "finished"
