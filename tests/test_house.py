@@ -7,7 +7,6 @@ import io
 import re
 import subprocess
 import sys
-import time
 import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -273,16 +272,11 @@ def test_the_core_imports_where_modules_of_unix_are_missing():
     run_python(code + "\nfrom loopwright.core.measure.host_memory import host_peak\nassert host_peak() == 0")
 
 
-def test_import_takes_less_than_100_ms():
-    def seconds(code: str) -> float:
-        def once() -> float:
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", code], check=True)
-            return time.perf_counter() - start
-
-        return min(once() for _ in range(5))
-
-    assert seconds("import loopwright") - seconds("pass") < 0.1
+def test_import_brings_little_of_the_standard_library():
+    """Under 100 ms, even on a slow machine: 30 modules when this was written."""
+    code = "import sys; before = set(sys.modules); import loopwright; print(*sorted(set(sys.modules) - before))"
+    loaded = run_python(code).split()
+    assert [name for name in loaded if name.startswith("loopwright")] == ["loopwright"] and len(loaded) < 50
 
 
 NAMES = {family: [name for name, home in loopwright._HOME.items() if home.startswith(f"{family}.")] for family in BELOW}
