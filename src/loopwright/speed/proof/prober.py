@@ -114,6 +114,7 @@ class Reference:
     samples: Samples | None
     """None if the update cannot be split into samples and keeps the collator's batches."""
     batches: list[Any]
+    """May be replaced after the outcome, by the batches on which a candidate is run."""
     outcome: Outcome
     setting: Setting
     depends_on_padding: bool = False
@@ -144,6 +145,11 @@ class Candidate:
     install: Callable[[], AbstractContextManager[Any]]
     row_tokens: Callable[[Any], set[int]] | None = None
     """Numbers of tokens in the rows of a micro-batch; None if samples do not share rows."""
+
+    @classmethod
+    def on_batches(cls, name: str, install: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Candidate:
+        """A candidate that keeps micro-batches: it is run on `Reference.batches`, which may be others by then."""
+        return cls(name, lambda samples: [], None, None, as_is, install)
 
 
 class Prober:
