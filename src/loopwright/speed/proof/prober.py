@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..attention.kernel_choice import without_cudnn
 from ..layouts.samples import Samples
+from ..memory.out_of_memory import is_out_of_memory
 from ..model_stamp import counted_by, left_differently, state_of
 from .distance import (
     DOUBLE,
@@ -205,7 +206,7 @@ class Prober:
             raise
         except Exception as error:  # training may still succeed: it has dropout, half precision, other samples
             refusal = ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}")
-            refusal.ran_out = _is_out_of_memory(error)
+            refusal.ran_out = is_out_of_memory(error)
             raise refusal from error
         depends_on_padding = not setting.train and self._depends_on_padding(batches, setting, outcome.loss)
         return Reference(samples, batches, outcome, setting, depends_on_padding)
@@ -278,7 +279,7 @@ class Prober:
             with candidate.install():
                 return compare(proof)
         except Exception as error:  # any error of the model on these inputs refuses the candidate
-            proof.ran_out = _is_out_of_memory(error)
+            proof.ran_out = is_out_of_memory(error)
             return proof.refuse(_text_of(error))
 
     def _compare_few(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
@@ -379,11 +380,6 @@ def _text_of(error: Exception) -> str:
     text = str(error).strip().splitlines()
     kind, ours = type(error).__name__, ("AttentionRefused", "NoSamples", "OddSamples", "Unserved")
     return f"{'' if kind in ours else f'{kind}: '}{text[0][:120] if text else ''}"
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------
