@@ -101,12 +101,26 @@ def test_a_reference_takes_the_memory_of_an_update(case: str, micro_batches: int
 def test_a_candidate_takes_one_set_of_gradients_more(case: str, micro_batches: int) -> None:
     model, batches = made(case, micro_batches)
     written, prober = as_written(model, batches), prober_of(model)
-    candidate = Candidate("same", lambda samples: [], None, None, lambda batch: batch, nullcontext)
+    candidate = Candidate.on_batches("same")
     with LiveBytes([*model.parameters(), *batches]) as live:
         reference = prober.reference(None, list(batches), Setting(SINGLE, train=True), repeats=False)
         proof = prober.prove(candidate, reference, divided=False)
     assert proof.accepted, proof.reason
     assert live.added <= written + bytes_of(model) + SMALL + bytes_of(model.layers[0])
+
+
+@pytest.mark.parametrize("message", ["CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"])
+def test_a_comparison_that_runs_out_of_memory_is_not_taken_for_a_difference(message: str) -> None:
+    model, batches = made("activations", 1)
+
+    @contextmanager
+    def too_large() -> Iterator[None]:
+        raise RuntimeError(message)
+        yield
+
+    prober = prober_of(model)
+    reference = prober.reference(None, list(batches), Setting(SINGLE, train=True), repeats=False)
+    assert prober.prove(Candidate.on_batches("too large", too_large), reference, divided=False).ran_out
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -163,21 +163,10 @@ class TorchInternals(Internals):
         self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         self.trainer.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.trainer.data_collator = data_collator or default_collator(processing_class)
-        self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
-        self.is_alone = self.strategy.world_size == 1
-        self.trainer.accelerator = Accelerator(self.strategy, args, self.trainer)
-        if args.shares_state:
-            initialize_accelerate(args)
-        if not self.is_alone:
-            self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
+        self._start_strategy(args)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         self.kernels.check_installed()
-        wanted = requested_parallelism(args)
-        self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in wanted, "deepspeed" in wanted
-        for text in unused_options(args):
-            self.notices.warn_once(text)
-        if DebugOption.TPU_METRICS_DEBUG in args.debug and kind_of(self.device).metrics is None:
-            self.notices.warn_once(f"debug='tpu_metrics_debug' has no effect on {self.device}: it needs an XLA device")
+        self._report_unused_options()
         if args.should_save:
             self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
@@ -185,6 +174,24 @@ class TorchInternals(Internals):
             self.memory.keep("init")
         self.pushing.create_repository()
         self.callback_handler.fire("on_init_end")
+
+    def _start_strategy(self, args: TrainingArguments) -> None:
+        """Choose parallelism and precision, and set what scripts read about them."""
+        self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
+        self.is_alone = self.strategy.world_size == 1
+        self.trainer.accelerator = Accelerator(self.strategy, args, self.trainer)
+        wanted = requested_parallelism(args)
+        self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in wanted, "deepspeed" in wanted
+        if args.shares_state:
+            initialize_accelerate(args)
+        if not self.is_alone:
+            self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
+
+    def _report_unused_options(self) -> None:
+        for text in unused_options(self.args):
+            self.notices.warn_once(text)
+        if DebugOption.TPU_METRICS_DEBUG in self.args.debug and kind_of(self.device).metrics is None:
+            self.notices.warn_once(f"debug='tpu_metrics_debug' has no effect on {self.device}: it needs an XLA device")
 
     def given_to_constructor(self) -> dict[str, Any]:
         """What a trainer for a trial is created from, besides its arguments and callbacks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from .proof.audit import is_turn
@@ -63,5 +62,4 @@ class ChangedBatches:
         except (CannotChange, ProofRefused) as reason:
             return Proof(self.name, has_no_reference=True).refuse(str(reason))
         reference.batches = changed
-        candidate = Candidate(self.name, lambda samples: changed, None, None, lambda batch: batch, nullcontext)
-        return prober.prove(candidate, reference, divided=False)
+        return prober.prove(Candidate.on_batches(self.name), reference, divided=False)

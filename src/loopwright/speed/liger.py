@@ -97,7 +97,7 @@ class LigerKernels:
 def prove_liger(kernels: LigerKernels, setup: TrainingSetup, batches: list[Any]) -> Proof:
     """Compare loss and gradients of a micro-batch with and without the kernels, in train mode without dropout."""
     prover = Prover(setup)
-    candidate = Candidate("Liger's kernels", lambda _: [], None, None, lambda batch: batch, kernels.installed)
+    candidate = Candidate.on_batches("Liger's kernels", kernels.installed)
     try:
         reference = prover.update(None, batches[:1])
     except ProofRefused as refusal:

@@ -1,14 +1,5 @@
-"""Detecting out-of-memory errors."""
+"""Detecting out-of-memory errors, as the proofs of accelerations do."""
 
-from __future__ import annotations
+from ...speed.memory.out_of_memory import is_out_of_memory
 
-import torch
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error reports that a device (or the host) is out of memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        phrase in str(error) for phrase in ("out of memory", "can't allocate memory")
-    )
+__all__ = ["is_out_of_memory"]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..attention.kernel_choice import without_cudnn
 from ..layouts.samples import Samples
+from ..memory.out_of_memory import is_out_of_memory
 from ..model_stamp import counted_by, left_differently, state_of
 from .distance import (
     DOUBLE,
@@ -114,6 +115,7 @@ class Reference:
     samples: Samples | None
     """None if the update cannot be split into samples and keeps the collator's batches."""
     batches: list[Any]
+    """May be replaced after the outcome, by the batches on which a candidate is run."""
     outcome: Outcome
     setting: Setting
     depends_on_padding: bool = False
@@ -144,6 +146,11 @@ class Candidate:
     install: Callable[[], AbstractContextManager[Any]]
     row_tokens: Callable[[Any], set[int]] | None = None
     """Numbers of tokens in the rows of a micro-batch; None if samples do not share rows."""
+
+    @classmethod
+    def on_batches(cls, name: str, install: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Candidate:
+        """A candidate that keeps micro-batches: it is run on `Reference.batches`, which may be others by then."""
+        return cls(name, lambda samples: [], None, None, as_is, install)
 
 
 class Prober:
@@ -199,7 +206,7 @@ class Prober:
             raise
         except Exception as error:  # training may still succeed: it has dropout, half precision, other samples
             refusal = ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}")
-            refusal.ran_out = _is_out_of_memory(error)
+            refusal.ran_out = is_out_of_memory(error)
             raise refusal from error
         depends_on_padding = not setting.train and self._depends_on_padding(batches, setting, outcome.loss)
         return Reference(samples, batches, outcome, setting, depends_on_padding)
@@ -272,7 +279,7 @@ class Prober:
             with candidate.install():
                 return compare(proof)
         except Exception as error:  # any error of the model on these inputs refuses the candidate
-            proof.ran_out = _is_out_of_memory(error)
+            proof.ran_out = is_out_of_memory(error)
             return proof.refuse(_text_of(error))
 
     def _compare_few(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
@@ -373,11 +380,6 @@ def _text_of(error: Exception) -> str:
     text = str(error).strip().splitlines()
     kind, ours = type(error).__name__, ("AttentionRefused", "NoSamples", "OddSamples", "Unserved")
     return f"{'' if kind in ours else f'{kind}: '}{text[0][:120] if text else ''}"
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
 
 
 # ---- precision ------------------------------------------------------------------------------------------------------

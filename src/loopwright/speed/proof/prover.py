@@ -226,7 +226,7 @@ class Prover:
         limits: Limits | None = None,
         more: Callable[[ExitStack], Any] = lambda stack: None,
     ) -> Candidate:
-        """The path of a plan as a candidate for comparison."""
+        """The path of a plan as a candidate for comparison; `more` enters further contexts while it is installed."""
 
         def install() -> Any:
             with ExitStack() as stack:

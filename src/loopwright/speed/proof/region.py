@@ -68,11 +68,7 @@ class RegionProver:
         except ProofRefused as reason:
             return Proof(name, has_no_reference=True).refuse(str(reason))
         reference.batches = reduced
-
-        def nothing(samples: Any) -> list[Any]:
-            return reduced
-
-        candidate = Candidate(name, nothing, None, None, lambda batch: batch, region.installed)
+        candidate = Candidate.on_batches(name, region.installed)
         times = region.times
         with any_wait_is_fine(), region.open():
             proof = self._prober.prove(candidate, reference, divided=False)
