@@ -189,7 +189,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         if self._answers_are_apart(inputs):
             return None
         with torch.no_grad():
-            return self._loss_and_outputs(model, dict(inputs), True)[0]
+            return self._loss_and_outputs(model, dict(inputs))[0]
 
     def _answers_are_apart(self, inputs: Any) -> bool:
         """Whether labels do not belong to the input tokens, so that there is no causal loss."""
