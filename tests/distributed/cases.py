@@ -372,6 +372,21 @@ def evaluated(folder: str, *, n: int, stream: bool = False, **options: Any) -> A
     return {"metrics": kept, "predictions": output.predictions.tolist(), "labels": output.label_ids.tolist()}
 
 
+class RowMeans(Tokens):
+    """The mean over rows of the mean over a row's targets."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.logits(input_ids)
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+        return {"loss": (losses.sum(1) / (labels != -100).sum(1)).mean(), "logits": logits}
+
+
+def evaluated_row_means(folder: str, batch: int) -> float:
+    """The loss of an evaluation that is to be weighted by samples."""
+    trainer = trainer_of(made(RowMeans), None, folder, per_device_eval_batch_size=batch)
+    return float(trainer.evaluate(samples(LENGTHS[:7]))["eval_loss"])
+
+
 def collected(folder: str) -> Any:
     """What the collectives of `trainer.accelerator` return."""
     it = loopwright.Trainer(Numbers(), loopwright.TrainingArguments(folder, **CPU)).accelerator

@@ -97,6 +97,14 @@ def test_evaluation_is_exact_and_in_the_order_of_the_data(
         assert each["metrics"]["eval_loss"] == pytest.approx(one["metrics"]["eval_loss"], abs=1e-12)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_weights_of_losses_are_those_of_one_process(pool: Pool, tmp_path: Path, batch: int) -> None:
+    """Of one sample alone, nobody can see what its loss is the mean of."""
+    (alone,) = pool.run(1, "evaluated_row_means", folder=str(tmp_path / "one"), batch=7)
+    for found in pool.run(2, "evaluated_row_means", folder=str(tmp_path / "two"), batch=batch):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
 def test_sharded_models_evaluate_uneven_data(pool: Pool, tmp_path: Path) -> None:
     one = pool.run(1, "evaluated", folder=str(tmp_path / "one"), n=11)[0]
     found = pool.run(2, "evaluated", folder=str(tmp_path / "two"), n=11, fsdp=True, optim="adamw_torch")

@@ -281,6 +281,29 @@ def test_the_look_before_the_first_step_reads_one_batch(tmp_path: Path) -> None:
     assert data.read == 5
 
 
+class Shared(torch.utils.data.IterableDataset):
+    """Continues where reading stopped."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = iter(rows)
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
+def test_the_look_before_the_first_step_takes_nothing_from_a_stream(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def size(prediction: Any) -> dict[str, float]:
+        sizes.append(len(prediction.label_ids))
+        return {"size": sizes[-1]}
+
+    trainer, _ = make(tmp_path, metric_for_best_model="size", compute_metrics=size, eval_dataset=Shared(line(10)),
+                      per_device_eval_batch_size=4, max_steps=2, eval_steps=2, save_strategy="no")  # fmt: skip
+    trainer.train()
+    assert sizes == [10]
+
+
 def test_the_look_before_the_first_step_changes_no_number(tmp_path: Path) -> None:
     def history(folder: str, **options: Any) -> list[Any]:
         trainer, _ = make(tmp_path / folder, save_strategy="no", compute_metrics=scores, **options)

@@ -154,6 +154,57 @@ def test_arrays_are_those_of_the_collators_batches(tmp_path: Any, name: str, opt
     assert len({int((row > END).sum()) for row in answers}) > 1  # rows end at different places
 
 
+def with_beginnings(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Answers begin with the start token and the first token of the prompt."""
+    inputs = {name: value for name, value in pairs(items).items() if name != "labels"}
+    return {**inputs, "decoder_input_ids": torch.tensor([[START, each["prompt"][0]] for each in items])}
+
+
+@pytest.mark.parametrize("speed", ["off", "max"])
+def test_answers_begin_with_the_decoders_inputs_as_in_transformers(tmp_path: Any, speed: str) -> None:
+    theirs = transformers.Seq2SeqTrainer(
+        T5(),
+        transformers.Seq2SeqTrainingArguments(
+            str(tmp_path), predict_with_generate=True, per_device_eval_batch_size=3, use_cpu=True, disable_tqdm=True,
+            report_to=[], generation_max_length=24, remove_unused_columns=False,
+        ),
+        with_beginnings,
+    )  # fmt: skip
+    ours = trainer(tmp_path, T5(), with_beginnings, speed=speed, generation_max_length=24)
+    data = samples(9)
+    found = ours.predict(data).predictions
+    np.testing.assert_array_equal(found, theirs.predict(data).predictions)
+    assert found[:, 1].tolist() == [each["prompt"][0] for each in data]
+
+
+@pytest.mark.parametrize("speed", ["off", "max"])
+@pytest.mark.parametrize("new", [None, 31])
+@pytest.mark.parametrize("name", MODELS)
+def test_generated_ids_of_all_batches_have_one_width(tmp_path: Any, name: str, new: int | None, speed: str) -> None:
+    """Also without an argument for the length: the padding of arrays, -100, is no token."""
+    make, collator = MODELS[name]
+    model = make()
+    model.generation_config.eos_token_id = [END, *range(7, WORDS, 9)] if name == "llama" else END
+    config = transformers.GenerationConfig(**{**model.generation_config.to_dict(), "max_new_tokens": new})
+    owner = trainer(tmp_path, model, collator, speed=speed, generation_max_length=None, per_device_eval_batch_size=1)
+    found = owner.predict(samples(8), **({"generation_config": config} if new else {})).predictions
+    assert found.shape[1] == (new or 20) + (name == "t5") and (found >= 0).all()
+    assert len({int((row > END).sum()) for row in found}) > 1
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_options_without_a_value_are_those_of_the_model(tmp_path: Any, call: str) -> None:
+    """The scripts of transformers pass num_beams=None if it is not chosen."""
+    owner = trainer(tmp_path, T5(), pairs, generation_max_length=None)
+    plain, none = (
+        getattr(owner, call)(samples(5), **options) for options in ({}, {"max_length": None, "num_beams": None})
+    )
+    if call == "evaluate":
+        assert plain["eval_tokens"] == none["eval_tokens"]
+    else:
+        np.testing.assert_array_equal(plain.predictions, none.predictions)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_arrays_are_those_of_transformers(tmp_path: Any, name: str) -> None:
     make, collator = MODELS[name]
@@ -537,6 +588,7 @@ def test_results_are_put_back() -> None:
         ([{"pixels": torch.ones(2, 3, 4)}, {"pixels": torch.ones(2, 3, 5)}], "no attention_mask|differ"),
         ([{"input_ids": torch.ones(2, 3), "patches": torch.ones(7, 2)}], "one row per sample"),
         ([{"input_ids": torch.ones(2, 3), "names": ["a", "b"]}], "not a tensor"),
+        ([{"input_ids": torch.ones(2, 3), "decoder_input_ids": torch.ones(2, 1)}], "begin with decoder_input_ids"),
         ([{"input_ids": torch.ones(2, 3)}, {"tokens": torch.ones(2, 3)}], "different entries|no attention_mask"),
     ],
 )

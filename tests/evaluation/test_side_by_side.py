@@ -29,10 +29,10 @@ def metrics(prediction: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def trainers(name: str, folder: Any, **options: Any) -> tuple[Any, Any]:
-    """Ours and theirs on copies of the same model."""
+def trainers(name: Any, folder: Any, **options: Any) -> tuple[Any, Any]:
+    """Ours and theirs on copies of the same model, or of that of a task."""
     torch.manual_seed(0)
-    model = TASKS[name].model(0.0)
+    model = TASKS[name].model(0.0) if isinstance(name, str) else name
     given = {key: options.pop(key) for key in ("compute_metrics", "preprocess_logits_for_metrics") if key in options}
     made = []
     for library, own in ((loopwright, {"eval_loss_reduction": "batch_mean"}), (transformers, {})):
@@ -177,3 +177,84 @@ def test_named_sets_have_the_same_names_and_numbers(tmp_path: Any) -> None:
     ours, theirs = (timeless(each.evaluate(sets)) for each in trainers("bert", tmp_path, compute_metrics=metrics))
     ours.pop("epoch", None), theirs.pop("epoch", None)
     assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+class Outputs(torch.nn.Module):
+    """Returns what `made` makes of logits and loss; the loss is None without labels."""
+
+    def __init__(self, made: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.head, self.made = torch.nn.Linear(3, 3), made
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        logits = self.head(x)
+        return self.made(logits, None if labels is None else torch.nn.functional.cross_entropy(logits, labels))
+
+
+def points(n: int, *, labelled: bool = True) -> list[dict[str, Any]]:
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(1))
+    return [{"x": row, **({"labels": row.argmax()} if labelled else {})} for row in x]
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_number_before_the_scores_is_an_output_unless_it_is_the_loss(labelled: bool, tmp_path: Any) -> None:
+    model = Outputs(lambda logits, loss: (logits.mean() if loss is None else loss, logits))
+    ours, theirs = trainers(model, tmp_path, per_device_eval_batch_size=4)
+    assert_same_output(ours.predict(points(8, labelled=labelled)), theirs.predict(points(8, labelled=labelled)))
+
+
+@pytest.mark.parametrize("ignored", [[], ["hidden"], None])
+def test_the_configuration_names_outputs_to_ignore(ignored: Any, tmp_path: Any) -> None:
+    config = transformers.PretrainedConfig(**({} if ignored is None else {"keys_to_ignore_at_inference": ignored}))
+    model = Outputs(
+        lambda logits, loss: {"loss": loss, "logits": logits, "hidden": logits * 2, "past_key_values": logits},
+        config=config,
+    )
+    ours, theirs = trainers(model, tmp_path, per_device_eval_batch_size=4)
+    assert_same_output(ours.predict(points(8)), theirs.predict(points(8)))
+
+
+class Pairs(Outputs):
+    """Computes its loss without labels, as CLIP does."""
+
+    def forward(self, x: Any, return_loss: bool = True) -> Any:  # type: ignore[override]
+        logits = self.head(x) @ x.T
+        return {"loss": torch.nn.functional.cross_entropy(logits, torch.arange(len(x))), "rows": logits.sum(1)}
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_metrics_of_a_model_without_labels_are_computed(per_batch: bool, tmp_path: Any) -> None:
+    seen: list[Any] = []
+
+    def function(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        seen.append(prediction.label_ids)
+        return {"sum": float(prediction.predictions.sum())}
+
+    options = {"per_device_eval_batch_size": 4, "batch_eval_metrics": per_batch, "compute_metrics": function}
+    ours, theirs = trainers(Pairs(None), tmp_path, **options)
+    assert_same_output(ours.predict(points(8, labelled=False)), theirs.predict(points(8, labelled=False)))
+    assert seen == [()] * (4 if per_batch else 2)
+
+
+@pytest.mark.parametrize("name", ["loss", "test_loss"])
+def test_a_metric_named_loss_has_the_same_value(name: str, tmp_path: Any) -> None:
+    ours, theirs = trainers("regression", tmp_path, compute_metrics=lambda prediction: {name: 7.0})
+    data = TASKS["regression"].data(5)
+    assert_same_output(ours.predict(data), theirs.predict(data))
+
+
+@pytest.mark.parametrize("include", [["inputs"], ["inputs", "loss"]])
+def test_metrics_collected_by_batch_receive_the_whole_batch(include: list[str], tmp_path: Any) -> None:
+    data = TASKS["bert"].data(8)
+    seen: list[dict[str, Any]] = []
+
+    def function(prediction: Any, compute_result: bool) -> dict[str, float]:
+        seen.append({name: value.tolist() for name, value in prediction.inputs.items()})
+        return {}
+
+    options = {"batch_eval_metrics": True, "include_for_metrics": include, "compute_metrics": function}
+    for each in trainers("bert", tmp_path, per_device_eval_batch_size=4, **options):
+        each.evaluate(data)
+    assert seen[:2] == seen[2:]

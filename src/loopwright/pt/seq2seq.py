@@ -38,8 +38,8 @@ from .trainer import Trainer
 SEES_BATCHES = ("prediction_step", "autocast_smart_context_manager")
 """Overrides that see the batches of evaluation, or what surrounds `generate`, in addition to those of training."""
 
-DEFAULT_MAX_LENGTH = 20
-"""The default `max_length` of transformers' generation."""
+DEFAULT_LENGTH = 20
+"""How many tokens transformers generates by default, and the width to which it pads shorter ones."""
 
 
 class Seq2SeqHooks(TorchHooks, Protocol):
@@ -93,7 +93,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
 
         For decoder-only models the maximum length counts new tokens, so that it does not depend on a batch's padding.
         """
-        options = dict(given)
+        options = {k: v for k, v in given.items() if v is not None or k not in ("max_length", "num_beams")}
         longest = getattr(self.args, "generation_max_length", None)
         if longest is not None and options.get("max_length") is None and options.get("max_new_tokens") is None:
             options["max_length" if self._has_encoder() else "max_new_tokens"] = longest
@@ -166,7 +166,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.strategy.generating(plain):
             generated = self._joined.take(batch, request)
             generated = request.generate(request.inputs(source)) if generated is None else generated
-        longest = self._longest(plain, options, extra=int(self._has_encoder()))
+        longest = self._longest(plain, request.options)
         if generated.shape[-1] < longest:
             generated = self.trainer._pad_tensors_to_max_len(generated, longest)
         labels = source.get("labels")
@@ -189,7 +189,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         if self._answers_are_apart(inputs):
             return None
         with torch.no_grad():
-            return self._loss_and_outputs(model, dict(inputs), True)[0]
+            return self._loss_and_outputs(model, dict(inputs))[0]
 
     def _answers_are_apart(self, inputs: Any) -> bool:
         """Whether labels do not belong to the input tokens, so that there is no causal loss."""
@@ -234,14 +234,11 @@ class Seq2SeqEvaluation(SharedEvaluation):
         )
 
     def _encoder_inputs(self, model: Any, inputs: Inputs) -> Inputs:
-        # The decoder's inputs of training contain the answer; generation starts without it.
-        hidden = {
-            "labels",
-            "decoder_input_ids",
-            "decoder_attention_mask",
-            "num_items_in_batch",
-            *self.trainer.label_names,
-        }
+        hidden = {"labels", "num_items_in_batch", *self.trainer.label_names}
+        begin, labels = inputs.get("decoder_input_ids"), inputs.get("labels")
+        if begin is None or (labels is not None and labels.shape == begin.shape):
+            # The decoder's inputs of training contain the answer; others are the prompt that it begins with.
+            hidden |= {"decoder_input_ids", "decoder_attention_mask"}
         return {name: v for name, v in inputs.items() if name not in hidden}
 
     def _prompt_inputs(self, model: Any, inputs: Inputs) -> Inputs:
@@ -253,12 +250,15 @@ class Seq2SeqEvaluation(SharedEvaluation):
         others = {k: v for k, v in inputs.items() if k not in hidden and getattr(v, "shape", ())[:2] != shape}
         return {"input_ids": prompts, "attention_mask": mask, **others}
 
-    def _longest(self, model: Any, options: dict[str, Any], *, extra: int) -> int:
+    def _longest(self, model: Any, options: GenerationOptions) -> int:
         """The width to which generated ids are padded, so that all batches have the same."""
-        config = model.generation_config
-        new = options.get("max_new_tokens") or config.max_new_tokens
-        whole = (options.get("max_length") or 0, config.max_length or DEFAULT_MAX_LENGTH) if extra else ()
-        return max(new + extra if new else 0, *whole, 0)
+        start = int(self._has_encoder())
+        new, whole = (options.values.get(name) or 0 for name in ("max_new_tokens", "max_length"))
+        if not new and not whole:
+            positions = getattr(model.config, "max_position_embeddings", None)
+            return min(start + DEFAULT_LENGTH, positions or start + DEFAULT_LENGTH)
+        least = (whole, model.generation_config.max_length or DEFAULT_LENGTH) if start else ()
+        return max(new + start if new else 0, *least, 0)
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
         wide = tensor.new_full((tensor.shape[0], max_length), self._pad_token(plain_module(self.model)))

@@ -17,8 +17,9 @@ from ..logs.json_values import DEEPEST
 
 
 def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The metrics with `prefix_` before every name that does not have it."""
-    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+    """The metrics with `prefix_` before every name that does not have it; these are last, and win."""
+    has = {name: value for name, value in metrics.items() if name.startswith(f"{prefix}_")}
+    return {**has, **{f"{prefix}_{name}": value for name, value in metrics.items() if name not in has}}
 
 
 def checked_metrics(metrics: Any) -> dict[str, Any]:

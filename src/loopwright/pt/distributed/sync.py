@@ -237,16 +237,20 @@ class SharedEvaluation(Precheck):
         lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
         if not unknown and not lacking:
             return None
-        source = holders[0]
-        own = on_host(inputs) if self.strategy.data_rank == source else None
-        batch = self.strategy.broadcast(own, source * self.strategy.copies)
+        # A single process learns from its first two batches, and these are the ones of the first two ranks.
+        batches = [self._broadcast_from(rank, inputs) for rank in (holders[:2] if unknown else holders[:1])]
         if unknown:
             self._eval_learned = True
-            if self.labels_in(batch):
-                self.run.accounting.learn_shift(batch, self.internals.loss.shift_probe())
-            if self.has_loss(batch):
-                self.internals.loss.learn_eval_loss([batch])
-        return batch if lacking else None
+            if self.labels_in(batches[0]):
+                self.run.accounting.learn_shift(batches[0], self.internals.loss.shift_probe())
+            if self.has_loss(batches[0]):
+                self.internals.loss.learn_eval_loss(batches)
+        return batches[0] if lacking else None
+
+    def _broadcast_from(self, source: int, inputs: Any) -> Any:
+        """The batch of one rank, on all ranks."""
+        own = on_host(inputs) if self.strategy.data_rank == source else None
+        return self.strategy.broadcast(own, source * self.strategy.copies)
 
     def _gathered(self, step: EvalStep | None) -> Iterator[EvalStep]:
         own = None

@@ -176,8 +176,9 @@ class FastEvaluation(TorchPart):
         evaluation, calls = self.internals.evaluation, self.internals.loss
         model = evaluation.evaluated_model()
         given = dict(inputs)
+        has_loss = evaluation.has_loss(inputs)
         with torch.no_grad():
-            if evaluation.has_loss(inputs):
+            if has_loss:
                 items = calls.eval_items(inputs)
                 loss, outputs = calls.called_compute_loss(
                     model, inputs, return_outputs=True, num_items_in_batch=items
@@ -191,7 +192,7 @@ class FastEvaluation(TorchPart):
         weight: Any = samples
         if loss is not None:
             loss, weight = calls.weighed(loss, given, samples)
-        return Forward(loss, weight, logits_of(outputs, evaluation.ignored_outputs(ignore_keys)))
+        return Forward(loss, weight, logits_of(outputs, evaluation.ignored_outputs(ignore_keys), has_loss=has_loss))
 
     def around(self) -> AbstractContextManager[Any]:
         return self.trainer.compute_loss_context_manager()  # type: ignore[no-any-return]
@@ -319,9 +320,8 @@ class _Evaluating:
             logits, labels = None, None
             if self._keeps:
                 logits = single(tuple(each[first : first + samples] for each in outputs))
-                names = evaluation.labels_in(batch)
-                given = tuple(batch[name] for name in names)
-                labels = single(self._strategy.put(given) if self._on_device else given) if names else None
+                given = evaluation.labels_of(batch)
+                labels = single(self._strategy.put(given) if self._on_device else given)
             first += samples
             yield evaluation.finished(batch, EvalStep(None, logits, labels, None, 0, samples))
 

@@ -129,6 +129,8 @@ def _is_per_token(batch: Inputs, name: str) -> bool:
 
 def _side(batches: list[Inputs], default: bool) -> bool:
     """Whether rows are padded on the left; `default` if they have no padding."""
+    if any("decoder_input_ids" in batch for batch in batches):
+        raise CannotJoin("answers begin with decoder_input_ids")
     if any(not isinstance(value, Tensor) or not value.dim() for batch in batches for value in batch.values()):
         raise CannotJoin("an input is not a tensor with one row per sample")
     if any(batch.get(TOKENS) is None or batch.get(MASK) is None for batch in batches):

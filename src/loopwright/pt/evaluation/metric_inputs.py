@@ -28,6 +28,8 @@ def metrics_function(compute_metrics: Any, device: torch.device) -> Any:
 
 def scores(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Tensor, Tensor]:
     """Predictions and labels without ignored targets, flattened if labels are per token."""
+    if isinstance(labels, tuple) and not labels:
+        raise DataError("metric objects need labels, but the data has none; pass a function as compute_metrics")
     predictions, labels = _first(predictions), _first(labels)
     if labels.is_floating_point():
         one_each = predictions.dim() == labels.dim() + 1 and predictions.shape[-1] == 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from ...core.evaluation.loop import run_evaluation
 from ...core.evaluation.metrics import full_name
@@ -11,6 +14,7 @@ from ...core.user_code.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger
 from ...snapshot import untouched_rng
+from ..data.shard import whole_dataset
 from .step import TorchEvaluation, to_numpy
 
 ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
@@ -52,21 +56,26 @@ class Precheck(TorchEvaluation):
         names: set[str] = set()
         for prefix, key in sets.items():
             try:
-                names |= self._names_of_one_batch(key, prefix)
+                found = self._names_of_one_batch(key, prefix)
             except LoopwrightError:
                 raise
             except Exception as error:  # a metric that needs more than one batch must not stop the run
                 logger.info(f"one batch is not enough to determine the metrics of {prefix}: {error}")
                 return None
+            if found is None:
+                return None
+            names |= found
         return names
 
-    def _names_of_one_batch(self, key: str | None, prefix: str) -> set[str]:
+    def _names_of_one_batch(self, key: str | None, prefix: str) -> set[str] | None:
         events, self.callback_handler.callbacks = self.callback_handler.callbacks, []
         was_training = self.model.training
         self.strategy.evaluating()
         try:
             with untouched_rng():
                 loader = self.trainer.get_eval_dataloader(key)
+                if _may_continue(loader):
+                    return None
                 plan = self._evaluation_plan(
                     loader, self.trainer.compute_metrics is None or self.args.prediction_loss_only
                 )
@@ -78,3 +87,10 @@ class Precheck(TorchEvaluation):
             if was_training:
                 self.strategy.training()
         return {*output.metrics, *(f"{prefix}_{name}" for name in ALWAYS)}
+
+
+def _may_continue(loader: Any) -> bool:
+    """Whether the data may continue where reading stopped, so that a batch read now would be missing later."""
+    dataset = whole_dataset(loader)
+    is_stream = isinstance(dataset, IterableDataset) and not type(dataset).__module__.startswith("datasets.")
+    return is_stream or isinstance(loader, Iterator)

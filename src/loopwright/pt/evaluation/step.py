@@ -199,7 +199,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             raise Interrupted
         inputs = inputs.real() if type(inputs) is Static else inputs
         if "inputs" in self.args.include_for_metrics:
-            step.inputs = self._metric_inputs(inputs)
+            step.inputs = inputs if self.args.batch_eval_metrics else self._metric_inputs(inputs)
         return step
 
     def _preprocessed(self, logits: Any, labels: Any) -> Any:
@@ -250,8 +250,12 @@ class TorchEvaluation(TorchPart, Evaluation):
         """Whether evaluation computes a loss for such a batch."""
         if not isinstance(inputs, Mapping):
             return False
-        asked = not self.trainer.label_names and bool(inputs.get("return_loss", self.trainer.can_return_loss))
-        return bool(self.labels_in(inputs)) or asked
+        return bool(self.labels_in(inputs)) or self._is_asked_for_loss(inputs)
+
+    def _is_asked_for_loss(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a batch without labels has a loss: `return_loss` of the batch, or of the model's forward."""
+        given = inputs.get("return_loss")
+        return not self.trainer.label_names and bool(self.trainer.can_return_loss if given is None else given)
 
     def evaluated_model(self) -> nn.Module:
         """The model in training, or one that replaced it for an evaluation, such as averaged weights."""
@@ -284,14 +288,17 @@ class TorchEvaluation(TorchPart, Evaluation):
     ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of one batch."""
         inputs = self.trainer._prepare_inputs(inputs)
-        names = self.labels_in(inputs)
-        labels = _detached(tuple(inputs[name] for name in names)) if names else None
+        labels = _detached(self.labels_of(inputs))  # the loss may remove them from the batch
         with torch.no_grad():
-            loss, outputs = self._loss_and_outputs(model, inputs, bool(names))
+            loss, outputs = self._loss_and_outputs(model, inputs)
         if prediction_loss_only:
             return loss, None, None
-        logits = logits_of(outputs, self.ignored_outputs(ignore_keys))
+        logits = logits_of(outputs, self.ignored_outputs(ignore_keys), has_loss=labels is not None)
         return loss, single(_detached(logits)), single(labels)
+
+    def labels_of(self, inputs: Any) -> tuple[Any, ...] | None:
+        """The labels of a batch; none of them, `()`, if its loss needs no labels, so that metrics are computed."""
+        return tuple(inputs[name] for name in self.labels_in(inputs)) if self.has_loss(inputs) else None
 
     def labels_in(self, inputs: Any) -> list[str]:
         """The labels in a batch: all of the model's label names, or the usual names of labels."""
@@ -301,10 +308,8 @@ class TorchEvaluation(TorchPart, Evaluation):
         present = [name for name in wanted if inputs.get(name) is not None]
         return present if len(present) == len(wanted) else []
 
-    def _loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], has_labels: bool) -> tuple[Any, Any]:
-        if not has_labels and not (
-            not self.trainer.label_names and inputs.get("return_loss", self.trainer.can_return_loss)
-        ):
+    def _loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        if not self.has_loss(inputs):
             with self.trainer.compute_loss_context_manager():
                 outputs = model(**self.internals.loss.for_model(inputs))
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
@@ -338,19 +343,20 @@ class TorchEvaluation(TorchPart, Evaluation):
     def ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
         if ignore_keys is not None:
             return ignore_keys
-        config = getattr(self.model, "config", None)
-        return list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
+        configured = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None)
+        return ["past_key_values"] if configured is None else list(configured)
 
 
-def logits_of(outputs: Any, ignored: list[str]) -> Any:
-    """The outputs without the loss and the ignored ones."""
+def logits_of(outputs: Any, ignored: list[str], *, has_loss: bool) -> Any:
+    """The outputs without the loss and the ignored ones; the first of a tuple may only be a loss if there is one."""
     if isinstance(outputs, Mapping):
         return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
     if hasattr(outputs, "__dataclass_fields__"):
-        return logits_of({name: getattr(outputs, name) for name in outputs.__dataclass_fields__}, ignored)
+        named = {name: getattr(outputs, name) for name in outputs.__dataclass_fields__}
+        return logits_of(named, ignored, has_loss=has_loss)
     if isinstance(outputs, (tuple, list)):
-        has_loss = len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
-        return tuple(outputs[1:] if has_loss else outputs)
+        is_first = has_loss and len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
+        return tuple(outputs[1:] if is_first else outputs)
     return (outputs,)
 
 
