@@ -53,7 +53,33 @@ def divided_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
     return total / (num_items_in_batch if num_items_in_batch is not None else count)
 
 
-LOSSES = {"model": None, "pair": summed_loss, "divided": divided_loss}
+def mixed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+    return divided_loss(outputs, labels, num_items_in_batch) + 0.1 * outputs["logits"].pow(2).mean((1, 2)).mean()
+
+
+LOSSES = {"model": None, "pair": summed_loss, "divided": divided_loss, "mixed": mixed_loss}
+
+
+class SharedBlock(Blocks):
+    """One block, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.blocks[0]
+
+
+class TiedBlocks(Blocks):
+    """Two blocks that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1][2].weight = self.blocks[0][2].weight
+
+
+def in_two_dtypes() -> nn.Module:
+    model = made(Blocks)
+    model.head.float()
+    return model
 
 
 def small_llama(**options: Any) -> nn.Module:
@@ -73,6 +99,9 @@ MODELS = {
     "tokens": lambda: made(Tokens),
     "blocks": lambda: made(Blocks),
     "blocks-single": lambda: made(Blocks).float(),
+    "shared-block": lambda: made(SharedBlock),
+    "tied-blocks": lambda: made(TiedBlocks),
+    "two-dtypes": in_two_dtypes,
     "llama": small_llama,
     "llama-tied": lambda: small_llama(tie_word_embeddings=True),
     "qwen3": small_qwen,
@@ -620,6 +649,22 @@ def synchronized(folder: str, **options: Any) -> Any:
     wrapped = trainer.model_wrapped
     told = {name: getattr(wrapped, name) for name in ("find_unused_parameters", "broadcast_buffers", "static_graph")}
     return len(kept), trainer.state.global_step, told, wrapped.bucket_bytes_cap
+
+
+class RandomStates(loopwright.TrainerCallback):
+    """The random states at the beginning of the updates of this run."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(torch.get_rng_state().tolist())
+
+
+def states_at_start(folder: str, **options: Any) -> Any:
+    callback = RandomStates()
+    trained(folder, callbacks=[callback], **options)
+    return callback.found[0]
 
 
 class Poisoned(Blocks):
