@@ -367,22 +367,38 @@ class OwnLoader(loopwright.Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True)
 
 
+class DerivedLoader(torch.utils.data.DataLoader): ...
+
+
+class OwnClass(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DerivedLoader(self.train_dataset, batch_size=2, shuffle=True)
+
+
+class Listed(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return list(torch.utils.data.DataLoader(self.train_dataset, batch_size=2))
+
+
 class Sharing(loopwright.Trainer):
     def get_train_dataloader(self) -> Any:
         sampler = torch.utils.data.DistributedSampler(self.train_dataset, shuffle=False)
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, sampler=sampler)
 
 
-KINDS = {"ours": loopwright.Trainer, "sampler": OwnSampler, "loader": OwnLoader, "sharing": Sharing}
+KINDS = {"ours": loopwright.Trainer, "sampler": OwnSampler, "loader": OwnLoader, "class": OwnClass, "list": Listed,
+         "sharing": Sharing}  # fmt: skip
 
 
-def shown(folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: int = 1, **options: Any) -> Any:
+def shown(
+    folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: int = 1, resume: Any = None, **options: Any
+) -> Any:
     """The samples each forward pass of training was shown, epoch by epoch."""
     data: Any = Stream(n, aware=stream == "aware") if stream else [row(index) for index in range(n)]
     model = Numbers()
     given = {**CPU, "num_train_epochs": epochs, "per_device_train_batch_size": 2, "train_sampling_strategy": "random"}
     trainer = KINDS[kind](model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=data)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
     progress, state = trainer._loopwright.run.progress, trainer.state
     return {"seen": model.seen, "samples": progress.samples_seen, "steps": state.global_step, "rates": rates}
