@@ -41,7 +41,7 @@ def stream_state(loader: Any) -> Any:
 def has_met_end(loader: Any, batches: Any, *, is_short: bool) -> bool:
     """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch.
 
-    Workers of a `StreamLoader` say so with their states.
+    The states of the workers of a `StreamLoader` contain it.
     """
     met = is_short or getattr(getattr(batches, "_dataset_fetcher", None), "ended", False)
     return bool(met) and not isinstance(loader, StreamLoader)
