@@ -53,7 +53,33 @@ def divided_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
     return total / (num_items_in_batch if num_items_in_batch is not None else count)
 
 
-LOSSES = {"model": None, "pair": summed_loss, "divided": divided_loss}
+def mixed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+    return divided_loss(outputs, labels, num_items_in_batch) + 0.1 * outputs["logits"].pow(2).mean((1, 2)).mean()
+
+
+LOSSES = {"model": None, "pair": summed_loss, "divided": divided_loss, "mixed": mixed_loss}
+
+
+class SharedBlock(Blocks):
+    """One block, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.blocks[0]
+
+
+class TiedBlocks(Blocks):
+    """Two blocks that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1][2].weight = self.blocks[0][2].weight
+
+
+def in_two_dtypes() -> nn.Module:
+    model = made(Blocks)
+    model.head.float()
+    return model
 
 
 def small_llama(**options: Any) -> nn.Module:
@@ -73,6 +99,9 @@ MODELS = {
     "tokens": lambda: made(Tokens),
     "blocks": lambda: made(Blocks),
     "blocks-single": lambda: made(Blocks).float(),
+    "shared-block": lambda: made(SharedBlock),
+    "tied-blocks": lambda: made(TiedBlocks),
+    "two-dtypes": in_two_dtypes,
     "llama": small_llama,
     "llama-tied": lambda: small_llama(tie_word_embeddings=True),
     "qwen3": small_qwen,
@@ -338,22 +367,38 @@ class OwnLoader(loopwright.Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True)
 
 
+class DerivedLoader(torch.utils.data.DataLoader): ...
+
+
+class OwnClass(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DerivedLoader(self.train_dataset, batch_size=2, shuffle=True)
+
+
+class Listed(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return list(torch.utils.data.DataLoader(self.train_dataset, batch_size=2))
+
+
 class Sharing(loopwright.Trainer):
     def get_train_dataloader(self) -> Any:
         sampler = torch.utils.data.DistributedSampler(self.train_dataset, shuffle=False)
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, sampler=sampler)
 
 
-KINDS = {"ours": loopwright.Trainer, "sampler": OwnSampler, "loader": OwnLoader, "sharing": Sharing}
+KINDS = {"ours": loopwright.Trainer, "sampler": OwnSampler, "loader": OwnLoader, "class": OwnClass, "list": Listed,
+         "sharing": Sharing}  # fmt: skip
 
 
-def shown(folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: int = 1, **options: Any) -> Any:
+def shown(
+    folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: int = 1, resume: Any = None, **options: Any
+) -> Any:
     """The samples each forward pass of training was shown, epoch by epoch."""
     data: Any = Stream(n, aware=stream == "aware") if stream else [row(index) for index in range(n)]
     model = Numbers()
     given = {**CPU, "num_train_epochs": epochs, "per_device_train_batch_size": 2, "train_sampling_strategy": "random"}
     trainer = KINDS[kind](model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=data)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
     progress, state = trainer._loopwright.run.progress, trainer.state
     return {"seen": model.seen, "samples": progress.samples_seen, "steps": state.global_step, "rates": rates}
@@ -635,6 +680,22 @@ def synchronized(folder: str, **options: Any) -> Any:
     wrapped = trainer.model_wrapped
     told = {name: getattr(wrapped, name) for name in ("find_unused_parameters", "broadcast_buffers", "static_graph")}
     return len(kept), trainer.state.global_step, told, wrapped.bucket_bytes_cap
+
+
+class RandomStates(loopwright.TrainerCallback):
+    """The random states at the beginning of the updates of this run."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(torch.get_rng_state().tolist())
+
+
+def states_at_start(folder: str, **options: Any) -> Any:
+    callback = RandomStates()
+    trained(folder, callbacks=[callback], **options)
+    return callback.found[0]
 
 
 class Poisoned(Blocks):

@@ -78,7 +78,7 @@ def test_ddp_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, cas
     compare(pool, tmp_path, case)
 
 
-@pytest.mark.parametrize("loss", ["pair", "divided"])
+@pytest.mark.parametrize("loss", ["pair", "divided", "mixed"])
 def test_ddp_is_exact_for_every_kind_of_loss(pool: Pool, tmp_path: Any, loss: str) -> None:
     compare(pool, tmp_path, (13, 2, 6, 3), loss=loss)
 
@@ -103,6 +103,15 @@ def test_fsdp_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, ca
 @pytest.mark.parametrize("loss", ["pair", "divided"])
 def test_fsdp_is_exact_for_every_kind_of_loss(pool: Pool, tmp_path: Any, loss: str) -> None:
     compare(pool, tmp_path, (13, 2, 6, 3), loss=loss, **FSDP)
+
+
+def test_a_loss_of_two_parts_is_exact_where_a_rank_has_fewer_micro_batches(pool: Pool, tmp_path: Any) -> None:
+    compare(pool, tmp_path, SPREAD[0], loss="mixed", **FSDP)
+
+
+@pytest.mark.parametrize("model", ["shared-block", "tied-blocks"])
+def test_fsdp_trains_what_several_blocks_share(pool: Pool, tmp_path: Any, model: str) -> None:
+    compare(pool, tmp_path, SPREAD[0], model=model, **FSDP)
 
 
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}

@@ -39,10 +39,19 @@ def test_each_epoch_is_another_permutation_of_all_samples(pool: Pool, tmp_path: 
     assert sorted(first) == sorted(second) == list(range(12)) and first != second
 
 
-@pytest.mark.parametrize("kind", ["sampler", "loader"])
-def test_an_order_of_the_users_own_is_shared_out_too(pool: Pool, tmp_path: Path, kind: str) -> None:
-    found = pool.run(2, "shown", folder=str(tmp_path), n=12, kind=kind)
-    assert sorted(in_order(found, 2)) == list(range(12))
+@pytest.mark.parametrize("kind", ["sampler", "loader", "class"])
+def test_an_order_of_the_users_own_is_that_of_one_process(pool: Pool, tmp_path: Path, kind: str) -> None:
+    one = pool.run(1, "shown", folder=str(tmp_path / "one"), n=12, kind=kind, epochs=2)
+    found = pool.run(2, "shown", folder=str(tmp_path / "two"), n=12, kind=kind, epochs=2)
+    assert in_order(found, 2) == in_order(one, 1)
+    assert sorted(in_order(found, 2)[:12]) == list(range(12))
+
+
+def test_a_list_of_batches_is_resumed_on_two_processes(pool: Pool, tmp_path: Path) -> None:
+    given = {"n": 13, "kind": "list", "epochs": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = pool.run(2, "shown", folder=str(tmp_path / "whole"), **given)
+    again = pool.run(2, "shown", folder=str(tmp_path / "again"), resume=str(tmp_path / "whole/checkpoint-4"), **given)
+    assert [each["seen"] for each in again] == [each["seen"] for each in whole]
 
 
 def test_a_loader_that_is_shared_out_already_is_left_alone(pool: Pool, tmp_path: Path) -> None:

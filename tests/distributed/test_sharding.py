@@ -17,6 +17,8 @@ WRAPPED: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["", "blocks.0", "blocks.1"]),
     ({"transformer_layer_cls_to_wrap": "Linear"},
      ["", "blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"]),
+    ({"transformer_layer_cls_to_wrap": ["Linear", "Sequential"]},
+     ["", "blocks.0", "blocks.0.0", "blocks.0.2", "blocks.1", "blocks.1.0", "blocks.1.2", "head"]),
     ({"auto_wrap_policy": "NO_WRAP"}, [""]),
     ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 90}, ["", "blocks.0", "blocks.1", "embed", "head"]),
     ({"reshard_after_forward": False, "cpu_offload": True}, ["", "blocks.0", "blocks.1"]),
@@ -34,6 +36,11 @@ def test_fsdp_config_decides_what_is_wrapped(pool: Pool, tmp_path: Path, config:
 def test_a_layer_class_that_does_not_exist_is_named(pool: Pool, tmp_path: Path) -> None:
     outcomes = pool.outcomes(2, "sharded", folder=str(tmp_path), fsdp_config={"transformer_layer_cls_to_wrap": "Blok"})
     assert all(each.kind == "raised" and "no such module" in each.value for each in outcomes)
+
+
+def test_parameters_of_two_dtypes_in_one_unit_are_refused_with_their_names(pool: Pool, tmp_path: Path) -> None:
+    for each in pool.outcomes(2, "trained", folder=str(tmp_path), fsdp=True, model="two-dtypes"):
+        assert each.kind == "raised" and "embed.weight is float64, head.bias is float32" in each.value
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,20 @@ def test_checkpoints_with_noise_go_on_with_other_processes(pool: Pool, tmp_path:
         assert {each["samples"] for each in found} == {24}, "two epochs, each sample once"
 
 
+def test_ranks_that_join_at_a_checkpoint_of_transformers_have_their_own_random_states(
+    pool: Pool, tmp_path: Path
+) -> None:
+    given = {"n": 12, "save_strategy": "steps", "save_steps": 2, **SMALL, "checkpoint_format": "transformers"}
+    pool.run(1, "trained", folder=str(tmp_path / "one"), **given)
+    checkpoint = tmp_path / "one" / "checkpoint-2"
+    for name in ("progress.json", "manifest.json"):  # transformers has no such files
+        (checkpoint / name).unlink()
+    given["resume"] = str(checkpoint)
+    one = pool.run(1, "states_at_start", folder=str(tmp_path / "again"), **given)
+    two = pool.run(2, "states_at_start", folder=str(tmp_path / "two"), **given)
+    assert two[0] == one[0] != two[1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wish_of_a_callback_that_one_process_has_is_everybodys(pool: Pool, tmp_path: Path, rank: int) -> None:
     pool.run(2, "wished", folder=str(tmp_path), rank=rank, save_strategy="no", per_device_train_batch_size=2)

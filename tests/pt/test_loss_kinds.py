@@ -295,6 +295,20 @@ def test_a_loss_that_draws_numbers_is_not_called_odd(tmp_path: Any) -> None:
     assert "random numbers" in accounting.reason
 
 
+def test_a_model_with_some_weights_in_half_precision_rounds_like_them(tmp_path: Any) -> None:
+    class Halved(Tokens):
+        def logits(self, input_ids: Tensor) -> Tensor:
+            hidden = self.embed(input_ids)
+            return self.head(torch.tanh(self.mix(hidden.to(self.mix.weight.dtype))).to(hidden.dtype))
+
+    model = made(Halved).float()
+    model.mix.bfloat16()
+    trainer = trainer_of(model, data_of(LENGTHS), tmp_path, max_steps=1, per_device_train_batch_size=4,
+                         gradient_accumulation_steps=2)  # fmt: skip
+    trainer.train()
+    assert trainer._loopwright.run.accounting.kind is LossKind.MEAN
+
+
 def test_dropout_of_every_kind_is_no_randomness(tmp_path: Any) -> None:
     class Dropping(Tokens):
         def logits(self, input_ids: Tensor) -> Tensor:

@@ -452,6 +452,12 @@ def test_repeated_blocks_are_the_outermost() -> None:
     assert repeated_blocks(model) == list(model["layers"])
 
 
+def test_a_block_that_a_model_repeats_is_one_block() -> None:
+    block = nn.Linear(1, 1)
+    lists = {name: nn.ModuleList([block, block]) for name in ("layers", "again")}
+    assert repeated_blocks(nn.ModuleDict(lists)) == [block]
+
+
 # ---- embedding noise ------------------------------------------------------------------------------------------------
 
 

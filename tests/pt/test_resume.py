@@ -227,6 +227,20 @@ def test_ignore_data_skip_starts_the_epoch_anew(tmp_path: Path) -> None:
     assert again._loopwright.run.progress.samples_seen == 8 + 14 + 14
 
 
+class OwnGenerator(Trainer):
+    def get_train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize(("strategy", "step"), [("steps", 6), ("epoch", 8)])
+def test_the_random_generator_of_a_loader_of_the_user_is_restored(strategy: str, step: int, tmp_path: Path) -> None:
+    whole, part = (make(tmp_path / name, cls=OwnGenerator, save_strategy=strategy) for name in ("whole", "part"))
+    whole.train()
+    part.train(resume_from_checkpoint=str(tmp_path / f"whole/checkpoint-{step}"))
+    assert_same_end(part, whole)
+
+
 # ---- callbacks ------------------------------------------------------------------------------------------------------
 
 

@@ -94,3 +94,44 @@ def test_another_number_of_workers_reads_again_and_says_so(
     part = run(tmp_path / "part", resume=str(whole(False)[1] / "checkpoint-4"), dataloader_num_workers=1)
     assert part.state.global_step == 16
     assert "re-reading and skipping" in caplog.text
+
+
+class Rewinding(IterableDataset):
+    """A stream that starts over when its end is reached, as its state does."""
+
+    def __init__(self, n: int) -> None:
+        self.samples, self.place = regression_data(n), 0
+
+    def __iter__(self) -> Any:
+        while self.place < len(self.samples):
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (0, 3), (1, 1)])
+def test_a_stream_that_starts_over_at_its_end_resumes_from_there(
+    workers: int, accumulation: int, tmp_path: Path
+) -> None:
+    def trained(folder: str, resume: str | None = None) -> Trainer:
+        torch.manual_seed(0)
+        args = TrainingArguments(
+            str(tmp_path / folder), per_device_train_batch_size=2, max_steps=9, logging_steps=1, save_steps=1,
+            learning_rate=1e-2, use_cpu=True, disable_tqdm=True, dataloader_num_workers=workers,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        trainer = Trainer(Regression(0.1), args, train_dataset=Rewinding(13))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = trained("whole")
+    last = -(-7 // accumulation)
+    part = trained("part", str(tmp_path / "whole" / f"checkpoint-{last}"))
+    assert losses(part) == losses(whole)
+    assert part.state.epoch == whole.state.epoch

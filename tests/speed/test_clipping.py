@@ -11,7 +11,7 @@ from torch import nn
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.precision import Autocast, Precision, ScaledAutocast
 from loopwright.pt.strategies.single import SingleDevice
-from loopwright.speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
+from loopwright.speed.device.clipping import FoldedClip, cannot_fold, clip_norm_, total_norm
 from tests.models import Regression, regression_data
 from tests.spreads import spread
 
@@ -216,6 +216,21 @@ def test_clipping_leaves_no_trace_in_a_graph_of_gradients() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = (parameter * 2).detach().requires_grad_(True)
     assert not clip_norm_([parameter], 1.0).requires_grad
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.1])
+def test_sparse_gradients_have_the_norm_of_dense_ones(limit: float) -> None:
+    rows = torch.tensor([1, 3, 3])
+    runs = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table, layer = nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, 2)
+        layer(table(rows)).pow(2).sum().backward()
+        own = [*table.parameters(), *layer.parameters()]
+        norm = clip_norm_(own, limit) if limit else total_norm([p.grad for p in own if p.grad is not None])
+        assert table.weight.grad is not None and table.weight.grad.is_sparse is sparse
+        runs.append([norm, table.weight.grad.to_dense(), layer.weight.grad])
+    torch.testing.assert_close(*runs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -12,6 +12,7 @@ from ..speed.measure.step_timing import TimeSplit
 from ..speed.memory.host_heap import HostHeap
 from ..speed.model_stamp import ModelStamp
 from .data.loaders import OrderedSampler
+from .data.streams import StreamPosition
 from .loss.accounting import LossAccounting
 from .measure.token_counter import TorchWorkCounter
 from .model.known import Known
@@ -57,12 +58,18 @@ class TorchRun(Run):
     """Whether `get_batch_samples` is overridden."""
     counted_loader: tuple[Any, int] | None = None
     """The training loader, and the number of batches over all ranks."""
-    stream: Any = None
-    """The state of a stream, from the checkpoint the run resumes from."""
-    stream_before: Any = None
-    """The state of a stream before the batches of the current update were read."""
+    stream: StreamPosition | None = None
+    """The position in a stream, from the checkpoint the run resumes from."""
+    stream_before: StreamPosition | None = None
+    """The position in a stream before the batches of the current update were read."""
+    stream_end: StreamPosition | None = None
+    """The position at the end of a stream, once this epoch has reached it: the stream may start over there."""
     epoch_rng: dict[str, Any] | None = None
     """RNG states at the beginning of the epoch, if the data has its own order."""
+    generators: list[Any] = field(default_factory=list)
+    """The states of the loader's own random generators at the beginning of the epoch."""
+    resume_generators: list[Any] = field(default_factory=list)
+    """Their states from the checkpoint the run resumes from, until they are restored."""
 
     # resuming and changes
     resume_from: Path | None = None

@@ -286,7 +286,9 @@ class Resuming(Part):
 
     def _check_position(self, folder: Path) -> None:
         plan, position = self.run.plan, self.run.progress.samples_in_epoch
-        if plan.examples is not None and position > plan.examples + plan.total_batch_size:
+        # A loader or sampler of the user may return more samples than the data has.
+        known = plan.examples if self._ordered_data() else None
+        if known is not None and position > known + plan.total_batch_size:
             raise CheckpointError(
                 f"{folder.name}/{PROGRESS}: samples_in_epoch is {position}, but the training data has {plan.examples} "
                 "samples. The file or the data was changed; resume with the same data"

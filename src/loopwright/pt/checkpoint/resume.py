@@ -30,7 +30,7 @@ from .tensors import (
     read_optimizer,
     some,
 )
-from .transformers_format import foreign_progress, in_order, is_foreign, read_foreign
+from .transformers_format import foreign_progress, foreign_random_states, in_order, is_foreign, read_foreign
 from .weights import partly_saved_names
 
 
@@ -333,9 +333,17 @@ class TorchResuming(TorchPart, Resuming):
             self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
             if found["scaler"] is not None:
                 self.strategy.precision.load_state_dict(found["scaler"])
-        record = record_of(folder, self.strategy.data_rank * self._copies_then(folder))
-        rng = found["rng"] if record is None or record["rng"] is None else rng_from_json(record["rng"])
+        rng = self._foreign_random_states(folder)
         if rng is not None:
             with restoring(self._own_record_or(folder, ""), "the random state of transformers"):
                 self.run.resume_rng = rng
                 self.strategy.load_rng_state(rng)  # now and again, as above
+
+    def _foreign_random_states(self, folder: Path) -> dict[str, Any] | None:
+        """This rank's random states in a checkpoint with files of transformers; None if rank 0 has none there."""
+        rank, before = self.strategy.data_rank, self._copies_then(folder)
+        record = record_of(folder, rank * before)
+        if record is not None and record["rng"] is not None:
+            return rng_from_json(record["rng"])
+        found = foreign_random_states(folder, rank * before)
+        return own_random_states(self.args.seed, rank, self.state.global_step) if found is None and rank else found

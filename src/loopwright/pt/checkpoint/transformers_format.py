@@ -100,12 +100,11 @@ def _in_host_memory(values: Any) -> Any:
 
 
 def read_foreign(folder: Path) -> dict[str, Any]:
-    """Optimizer, scheduler, scaler and random states of a transformers checkpoint; absent ones are None."""
+    """Optimizer, scheduler and scaler of a transformers checkpoint; absent ones are None."""
     found = {
         "optimizer": _read(folder / OPTIMIZER),
         "scheduler": _read(folder / SCHEDULER),
         "scaler": _read(folder / SCALER),
-        "rng": _our_rng(_read(folder / RNG)),
     }
     missing = [name for name in ("optimizer", "scheduler") if found[name] is None]
     if missing:
@@ -114,6 +113,12 @@ def read_foreign(folder: Path) -> dict[str, Any]:
             "train without resume_from_checkpoint instead"
         )
     return found
+
+
+def foreign_random_states(folder: Path, rank: int) -> dict[str, Any] | None:
+    """The random states of a rank in a transformers checkpoint: several ranks have a file each, a single one RNG."""
+    own = folder / RNG.replace(".", f"_{rank}.")
+    return _our_rng(_read(own if rank or own.is_file() else folder / RNG))
 
 
 def in_order(

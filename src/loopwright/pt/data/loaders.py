@@ -157,6 +157,8 @@ class SeededStream(IterableDataset[Any]):
         self.start: Start | None = None
         """Start position of the workers, used once: set by a loader that resumes within an epoch."""
         self._own_id: int | None = None
+        self.has_ended = False
+        """Whether this worker has reached the end of the stream, where the stream may start over."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -176,10 +178,17 @@ class SeededStream(IterableDataset[Any]):
             self.set_epoch(epoch)
             seed_all(self.seed, epoch, role)
             if start is not None and role in start.workers:
+                if start.workers[role].get("ended"):
+                    return iter(())
                 self.dataset.load_state_dict(start.workers[role]["stream"])
                 restore_rng(start.workers[role]["rng"])
-            return NotedSamples(iter(self.dataset))
+            return self._until_end(NotedSamples(iter(self.dataset)))
         return iter(self.dataset)
+
+    def _until_end(self, samples: Iterator[Any]) -> Iterator[Any]:
+        self.has_ended = False
+        yield from samples
+        self.has_ended = True
 
 
 def seed_all(seed: int, epoch: int, position: int) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ...core.checkpoint.schema import check_part, count, list_of
 from ...core.evaluation.entry import named_eval_dataset
 from ...core.plan import Plan, make_plan
 from ...core.user_code.overrides import adapt, is_overridden
@@ -33,8 +35,8 @@ from .loading_errors import add_note_of_loading, take
 from .packing import packed_plan
 from .prepared import whole_loader
 from .sampling import Sampling
-from .shard import Share, batches_of_all, is_shared, share_loader, share_stream, whole_dataset
-from .streams import load_stream_state, replay, stream_state
+from .shard import Share, batches_of_all, draw_order, is_shared, share_loader, share_stream, whole_dataset, whole_length
+from .streams import StreamPosition, has_met_end, load_stream_state, own_generators, replay, stream_state
 from .workers import stop_workers, workers_end_with_errors
 
 
@@ -143,7 +145,9 @@ class TorchData(Sampling):
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of samples of a loader's dataset; an estimate if the dataset has no length."""
         dataset: Any = whole_dataset(dataloader)
-        return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
+        if has_length(dataset):
+            return len(dataset)
+        return whole_length(dataloader, self.strategy.data_world) * self.args.per_device_train_batch_size
 
     def share_loader(self, loader: Any) -> Any:
         """A loader of this rank's part of the data."""
@@ -304,46 +308,87 @@ class TorchData(Sampling):
 
     def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
         """Data with its own order, after `done` batches: from its saved state, or read again from the start."""
-        saved, self.run.stream = self.run.stream, None
-        if done and saved is not None and load_stream_state(loader, saved):
-            return iter(loader)
+        saved, self.run.stream, self.run.stream_end = self.run.stream, None, None
+        self._restore_generators(loader)
+        if done and saved is not None and load_stream_state(loader, saved.state):
+            batches = iter(loader)
+            take(batches, saved.batches)
+            return batches
         if done and self.run.epoch_rng is not None:
             restore_rng(self.run.epoch_rng)  # repeat the draws that determine the order
         self.run.epoch_rng = snapshot_rng()
         batches = iter(loader)
+        draw_order(loader)
         if done:
             self._skip(batches, done)
         return batches
+
+    def _restore_generators(self, loader: Any) -> None:
+        """Restore the random generators of a loader of the user, and note their states for the next checkpoint."""
+        generators = own_generators(loader)
+        for generator, state in zip(generators, self.run.resume_generators, strict=False):
+            generator.set_state(state)
+        self.run.resume_generators = []
+        self.run.generators = [generator.get_state() for generator in generators]
 
     def part_states(self) -> dict[str, Any]:
         states: dict[str, Any] = {}
         # Before the first epoch of a resumed run, its sampler is still that of the loader.
         if self.run.loader is not None and (self.run.order_sampler or ordered_sampler(self.run.loader)) is None:
-            now = self.run.stream_before if self.run.undone else stream_state(self.run.loader)
-            now = now if self.run.stream is None else self.run.stream  # a save before the stream was restored
-            states["stream"] = now if self.run.progress.batches_in_epoch else None
+            position, inside = self._stream_position(), self.run.progress.batches_in_epoch > 0
+            states["stream"] = position.state if inside else None
+            if states["stream"] is not None:
+                states["stream_again"] = position.batches
             states["epoch_rng"] = None if self.run.epoch_rng is None else rng_to_json(self.run.epoch_rng)
+            if generators := self._generator_states(at_start=inside or self.run.undone):
+                states["generators"] = generators
         return states
 
+    def _stream_position(self) -> StreamPosition:
+        """The position in the stream; at its end, where it may start over, relative to the update before."""
+        run = self.run
+        known = run.stream or (run.stream_before if run.undone else run.stream_end)  # the first is not restored yet
+        return known or StreamPosition(stream_state(run.loader))
+
+    def _generator_states(self, *, at_start: bool) -> list[list[int]]:
+        """The states of the loader's own random generators: at the beginning of the epoch, or now."""
+        now = [generator.get_state() for generator in own_generators(self.run.loader)]
+        states = self.run.resume_generators or (self.run.generators if at_start else now)
+        return [state.tolist() for state in states]
+
     def load_part_states(self, states: dict[str, Any]) -> None:
-        self.run.stream = states.get("stream")
+        again = check_part(states.get("stream_again", 0), count())
+        self.run.stream = None if states.get("stream") is None else StreamPosition(states["stream"], again)
         self.run.epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
+        saved = check_part(states.get("generators", []), list_of(list_of(count(most=255))))
+        self.run.resume_generators = [torch.tensor(state, dtype=torch.uint8) for state in saved]
+        for state in self.run.resume_generators:
+            torch.Generator().set_state(state)  # raises for a damaged one
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
         replay(batches, count, logger.warning)
 
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        if self.run.order_sampler is None and self.internals.may_be_undone():
-            self.run.stream_before = stream_state(self.run.loader)
+        run, accumulation = self.run, self.run.plan.accumulation
+        if run.order_sampler is None:
+            run.stream_before = run.stream_end or StreamPosition(stream_state(run.loader))
         try:
-            if self.run.batches_overridden:
+            if run.batches_overridden:
                 override = adapt(self.trainer.get_batch_samples, "device")
-                return override(batches, self.run.plan.accumulation, device=self.device)[0]
-            return take(batches, self.run.plan.accumulation)
+                return override(batches, accumulation, device=self.device)[0]
+            found = take(batches, accumulation)
+            if run.order_sampler is None and run.stream_end is None:
+                self._note_end(batches, found)
+            return found
         except Exception as error:  # dataset and collator may raise anything; re-raised with a note
             add_note_of_loading(error, "training", self.internals.moment(ahead=1))
             raise
+
+    def _note_end(self, batches: Iterator[Any], found: list[Any]) -> None:
+        run, is_short = self.run, len(found) < self.run.plan.accumulation
+        if run.stream_before is not None and has_met_end(run.loader, batches, is_short=is_short):
+            run.stream_end = StreamPosition(run.stream_before.state, len(found))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update, and their number of targets."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
+from ...snapshot import restore_rng, snapshot_rng
 from .balancing import BalancedSampler
 from .loaders import SeededStream, announce_epoch, ordered_sampler
+from .loading_errors import take
 from .streams import has_exact_state
 
 Broadcast = Callable[[Any], Any]
@@ -45,7 +47,7 @@ def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable
         f"{type(loader).__name__} returns the same batches on every rank, so each rank reads all of them and keeps "
         "its shard. Use a DistributedSampler, or a loader made by get_train_dataloader, to avoid this"
     )
-    return EveryNth(loader, share)
+    return EveryNth(loader, share, broadcast)
 
 
 def is_shared(loader: Any) -> bool:
@@ -106,6 +108,8 @@ class SharedBatches:
         self.drop_last = getattr(batches, "drop_last", False)
         self.sampler = getattr(batches, "sampler", None)
         self._same_everywhere = order_is_alike(batches)
+        self._order: list[Any] | None = None
+        """The batches of all ranks in this epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         parts: tuple[Any, ...] = (self.batches, self.sampler)
@@ -119,16 +123,31 @@ class SharedBatches:
     def __iter__(self) -> Iterator[Any]:
         if self._same_everywhere:
             return islice(iter(self.batches), self.share.rank, None, self.share.world)
-        # A sampler may draw from the random state of its process, so the order of rank 0 is broadcast.
-        found = self._broadcast(list(self.batches) if self.share.rank == 0 else None)
-        return iter(found[self.share.rank :: self.share.world])
+        self._order = None
+        return self._own_batches()
+
+    def _own_batches(self) -> Iterator[Any]:
+        # Not in __iter__: on one process a loader draws its seed before the first batch.
+        self.draw()
+        yield from (self._order or [])[self.share.rank :: self.share.world]
+
+    def draw(self) -> None:
+        """Draw the order of an epoch, unless its first batch has been taken; a collective.
+
+        A sampler may draw from the random state of its process, so the order of rank 0 is broadcast.
+        """
+        if self._order is None and not self._same_everywhere:
+            self._order = self._broadcast(list(self.batches) if self.share.rank == 0 else None)
 
 
 class EveryNth:
-    """Every world-th batch of any iterable of batches."""
+    """Every world-th batch of any iterable of batches.
 
-    def __init__(self, loader: Any, share: Share) -> None:
-        self.loader, self.share = loader, share
+    One that shuffles draws its order when it is iterated, or for its first batch: with the random states of rank 0.
+    """
+
+    def __init__(self, loader: Any, share: Share, broadcast: Broadcast) -> None:
+        self.loader, self.share, self._broadcast = loader, share, broadcast
         self.dataset = getattr(loader, "dataset", None)
 
     def set_epoch(self, epoch: int) -> None:
@@ -138,7 +157,17 @@ class EveryNth:
         return self.share.batches_of(len(self.loader))
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.share.rank, None, self.share.world)
+        own = snapshot_rng()
+        states = self._broadcast(own)
+        if self.share.rank:
+            restore_rng(states)
+        try:
+            batches = iter(self.loader)
+            first = take(batches, 1)
+        finally:
+            if self.share.rank:
+                restore_rng(own)
+        return islice(chain(first, batches), self.share.rank, None, self.share.world)
 
 
 def batches_of_all(loader: Any, total: Callable[[float], float]) -> int:
@@ -160,6 +189,13 @@ def batches_of_all(loader: Any, total: Callable[[float], float]) -> int:
     return int(total(len(loader)))
 
 
+def draw_order(loader: Any) -> None:
+    """Draw the order of a loader that was just iterated, on all ranks at once: some may skip batches, others none."""
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, SharedBatches):
+        batches.draw()
+
+
 def rank_stream(loader: Any) -> RankStream | None:
     """loopwright's stream of this rank's shard inside a loader, if there is one."""
     dataset = getattr(loader, "dataset", None)
@@ -171,6 +207,13 @@ def whole_dataset(loader: Any) -> Any:
     """The dataset of a loader, with all shards."""
     stream = rank_stream(loader)
     return getattr(loader, "dataset", None) if stream is None else stream.dataset
+
+
+def whole_length(loader: Any, world: int) -> int:
+    """Batches of all ranks in a loader without a dataset; an estimate if the user has divided it."""
+    if isinstance(loader, EveryNth):
+        return len(loader.loader)
+    return len(loader) * world if is_shared(loader) else len(loader)
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
@@ -15,6 +16,13 @@ from ..rng import rng_from_json, rng_to_json
 
 SAY_EVERY = 5.0
 """Seconds between two progress messages of a replay."""
+
+
+class StreamPosition(NamedTuple):
+    """A state of a stream, and how many batches are read after it to get to the position."""
+
+    state: Any
+    batches: int = 0
 
 
 def stream_state(loader: Any) -> Any:
@@ -28,6 +36,15 @@ def stream_state(loader: Any) -> Any:
     except (TypeError, ValueError):
         return None  # checkpoints hold only JSON and tensors
     return state
+
+
+def has_met_end(loader: Any, batches: Any, *, is_short: bool) -> bool:
+    """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch.
+
+    The states of the workers of a `StreamLoader` contain it.
+    """
+    met = is_short or getattr(getattr(batches, "_dataset_fetcher", None), "ended", False)
+    return bool(met) and not isinstance(loader, StreamLoader)
 
 
 def load_stream_state(loader: Any, state: Any) -> bool:
@@ -67,6 +84,22 @@ def loses_samples(dataset: Any) -> bool:
     return False
 
 
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """The random generators that a loader and its samplers were given."""
+    found: dict[int, torch.Generator] = {}
+    parts, seen = [loader], set()
+    while parts:
+        part = parts.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        parts += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "batches", "loader")]
+    return list(found.values())
+
+
 class Start(NamedTuple):
     """Positions of the workers of a stream: the worker of the last batch, and the state of each."""
 
@@ -92,7 +125,8 @@ class CarryState:
         worker = get_worker_info()
         assert worker is not None, "only workers carry their state"
         batch = self.collate(samples)
-        return Carried(batch, worker.id, {"stream": self.stream.dataset.state_dict(), "rng": snapshot_rng()})
+        state = {"stream": self.stream.dataset.state_dict(), "rng": snapshot_rng(), "ended": self.stream.has_ended}
+        return Carried(batch, worker.id, state)
 
 
 class StreamLoader(DataLoader[Any]):
@@ -120,7 +154,7 @@ class StreamLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         workers = {
-            str(worker): {"stream": state["stream"], "rng": rng_to_json(state["rng"])}
+            str(worker): {**state, "rng": rng_to_json(state["rng"])}
             for worker, state in self._worker_states.items()
         }
         return {"last": self._last, "number": self.num_workers, "workers": workers}
@@ -128,7 +162,7 @@ class StreamLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = state["last"]
         self._worker_states = {
-            int(worker): {"stream": each["stream"], "rng": rng_from_json(each["rng"])}
+            int(worker): {**each, "rng": rng_from_json(each["rng"])}
             for worker, each in state["workers"].items()
         }
         stream: Any = self.dataset

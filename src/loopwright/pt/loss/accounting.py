@@ -68,7 +68,8 @@ class LossAccounting(LossInference):
         # A loss that gets its own item count and is then weighted is right for any kind, so also while it is unknown.
         if self.kind is LossKind.MIXED and update.weights is not None:
             # The part of the loss that divides by this number is weighted afterwards, so the number is scaled down.
-            return update.total_items * (update.weights[index] / update.total_weight)
+            # The weight of a dummy batch is 0, by which its loss must not be divided.
+            return update.total_items * (_at_least_one(update.weights[index]) / update.total_weight)
         return _at_least_one(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 
     def weigh(self, loss: Any, micro: MicroBatch) -> Tensor:

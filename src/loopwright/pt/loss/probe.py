@@ -154,11 +154,9 @@ class LossProbe:
             np.random.seed(seed)
 
     def _set_tolerance(self, loss: Tensor) -> None:
-        weights = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), loss.dtype)
-        precise = loss.dtype in TOLERANCE and weights in TOLERANCE and not self._in_half
-        low = loss.dtype if loss.dtype in TOLERANCE else torch.float32
-        self.tolerance = max(TOLERANCE[low], TOLERANCE[weights]) if precise else IN_HALF
-        self.is_exact = precise
+        kinds = {loss.dtype, *(p.dtype for p in self._model.parameters() if p.is_floating_point())}
+        self.is_exact = kinds <= TOLERANCE.keys() and not self._in_half
+        self.tolerance = max(TOLERANCE[kind] for kind in kinds) if self.is_exact else IN_HALF
 
     def _gradient(self, loss: Tensor) -> Tensor | None:
         """A sample of the gradient; None if there is none, or it cannot be computed this way."""

@@ -93,6 +93,7 @@ def shard_model(
     blocks = blocks_to_wrap(model, options)
     if options.activation_checkpointing:
         recompute(model, blocks)
+    blocks = without_tied(model, blocks)
     empty = strategy.any_rank(any(p.is_meta for p in model.parameters()))
     whole = _on_first(model, strategy.rank) if empty else {}
     policy = MixedPrecisionPolicy(
@@ -107,6 +108,7 @@ def shard_model(
         "reshard_after_forward": options.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
     }
+    _check_dtypes(model, blocks)
     if not empty and not options.cpu_offload and replaces_parameters(device):
         move_model(model, device)  # otherwise sharding would use the device's memory for the host's parameters
     for block in blocks:
@@ -135,7 +137,7 @@ def blocks_to_wrap(model: nn.Module, options: FsdpOptions) -> list[nn.Module]:
     if options.wrap == "SIZE_BASED_WRAP":
         return _by_size(model, options.min_num_params)
     names = list(options.layer_classes) or list(getattr(model, "_no_split_modules", None) or [])
-    found = [module for module in model.modules() if type(module).__name__ in names and module is not model]
+    found = [each for each in reversed(list(model.modules())) if type(each).__name__ in names and each is not model]
     missing = [name for name in options.layer_classes if name not in {type(each).__name__ for each in found}]
     if missing:
         known = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
@@ -158,6 +160,35 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
             found.append(module)
             taken.update(own)
     return found
+
+
+def without_tied(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The blocks that share no parameter with modules outside them: tied weights must be gathered together."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
+
+    def is_apart(block: nn.Module) -> bool:
+        inside = set(block.modules())
+        return all(owners[parameter] <= inside for parameter in block.parameters())
+
+    return [block for block in blocks if is_apart(block)]
+
+
+def _check_dtypes(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raise if a unit has trainable parameters of several dtypes: torch reduces their gradients in one."""
+    taken: set[nn.Parameter] = set()
+    for unit in (*blocks, model):
+        own = {name: p for name, p in unit.named_parameters() if p not in taken}
+        taken.update(own.values())
+        kinds = {p.dtype: name for name, p in own.items() if p.requires_grad}
+        if len(kinds) > 1:
+            listed = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
+            raise ModelError(
+                f"fsdp reduces the gradients of {type(unit).__name__} together, so its trainable parameters must have "
+                f"one dtype, but {listed}. Convert them to one dtype, freeze those of the other, or train without fsdp"
+            )
 
 
 def recompute(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...core.strategy import OneProcess
 from ...core.update import MicroBatch, Update
 from ...snapshot import Snapshot, restore_rng, snapshot_rng
-from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
+from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_, total_norm
 from ...speed.device.prefetch import NoPrefetch, prefetch_for
 from ..checkpoint.tensors import decode_optimizer, encode_optimizer
 from ..checkpoint.weights import load_weights
@@ -212,7 +212,7 @@ class SingleDevice(OneProcess):
         if max_norm:
             return self._clip(self._clipped, max_norm)
         if want_norm:
-            return nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+            return total_norm([p.grad for p in self._clipped if p.grad is not None])
         return None
 
     def detect_changes_inside(self) -> None:

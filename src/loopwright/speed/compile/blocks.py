@@ -26,7 +26,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if not isinstance(module, nn.ModuleList) or module in inside or len(module) < 2:
             continue
         if len({type(child) for child in module}) == 1:
-            blocks.extend(module)
+            blocks.extend(block for block in dict.fromkeys(module) if block not in inside)
             inside.update(child for block in module for child in block.modules())
     return blocks
 

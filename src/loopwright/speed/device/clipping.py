@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = {Tensor, nn.Parameter}
 FOREACH = ("cpu", "cuda", "xpu")
 """Devices on which torch processes all gradients in one call."""
-PLACE_AND_FORMAT = attrgetter("device", "dtype")
+PLACE_AND_FORMAT = attrgetter("device", "dtype", "layout")
 CLEARLY_BELOW = 0.9
 """Share of the largest norm below which the factor is exactly 1, however the format rounds."""
 
@@ -31,19 +31,27 @@ CLEARLY_BELOW = 0.9
 def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float, *, reads: bool = False) -> Tensor:
     """Clip gradients like `clip_grad_norm_` and return the same norm, bit for bit, with a fifth of its calls.
 
-    Gradients on several devices, of several dtypes, or other than plain tensors are passed to torch's function. With
-    `reads`, the norm is read, and nothing is multiplied by 1.
+    Gradients on several devices, of several dtypes, or other than plain dense tensors are passed to torch's function.
+    With `reads`, the norm is read, and nothing is multiplied by 1.
     """
+    parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     is_simple = PLAIN.issuperset(map(type, gradients)) and len(set(map(PLACE_AND_FORMAT, gradients))) == 1
-    if not is_simple or gradients[0].device.type not in FOREACH:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    if not is_simple or gradients[0].device.type not in FOREACH or gradients[0].is_sparse:
+        norm = total_norm(gradients)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
     with torch.no_grad():
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
         if reads and norm.item() + 1e-6 < CLEARLY_BELOW * max_norm:
             return norm
         torch._foreach_mul_(gradients, torch.clamp((norm + 1e-6).reciprocal() * float(max_norm), max=1.0))
     return norm
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients; torch has none for sparse ones."""
+    return nn.utils.get_total_norm([each.coalesce().values() if each.is_sparse else each for each in gradients])
 
 
 class FoldedClip:
