@@ -37,6 +37,8 @@ def test_classes_are_replaced_and_put_back(tmp_path: Path) -> None:
         import transformers
         from transformers import Trainer, TrainerCallback, TrainingArguments
         from transformers.integrations import WandbCallback
+        import torch
+        from torch.optim import SGD
 
         other = ModuleType("other")
         other.Base, sys.modules["other"] = Trainer, other
@@ -55,6 +57,11 @@ def test_classes_are_replaced_and_put_back(tmp_path: Path) -> None:
             for name in ("Trainer", "TrainingArguments", "TrainerCallback"):
                 if hasattr(module, name):
                     assert getattr(module, name) is getattr(loopwright, name), (module, name)
+        from transformers import IntervalStrategy, SchedulerType
+        args = TrainingArguments("out", eval_strategy="steps", use_cpu=True)
+        assert args.eval_strategy is IntervalStrategy.STEPS and isinstance(args.lr_scheduler_type, SchedulerType)
+        schedule = transformers.get_scheduler(SchedulerType.CONSTANT, SGD([torch.ones(1)], lr=1.0))
+        assert schedule.get_last_lr() == [1.0]
         assert other.Base is loopwright.Trainer
         assert WandbCallback is loopwright.WandbCallback
         from transformers.integrations import get_reporting_integration_callbacks

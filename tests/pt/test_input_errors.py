@@ -7,12 +7,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from loopwright import DataError, Trainer, TrainingArguments
+from loopwright import ArgumentsError, DataError, ModelError, Trainer, TrainingArguments
 from loopwright.pt.loss.input_errors import explain
 
 F = nn.functional
@@ -136,6 +138,47 @@ def test_evaluation(name: str) -> None:
     assert "evaluation step" in place
 
 
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ({"input_ids": [[1], [2]], "labels": [0, 1]}, "input_ids is a list, not a tensor; convert it in the data coll"),
+        ({"input_ids": np.ones((2, 1))}, "input_ids is a ndarray, not a tensor; convert it in the data collator"),
+        (None, "the batch is None; let the data collator return a dict of the arguments of the forward"),
+        ([torch.ones(2)], r"the batch is list of 1: float32 \(2,\); let the data collator return a dict"),
+    ],
+)
+def test_a_collator_that_returns_no_dict_of_tensors(returned: Any, expected: str) -> None:
+    args = arguments(remove_unused_columns=False)
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        Trainer(bert(), args, train_dataset=[row()] * 8, data_collator=lambda samples: returned).train()
+    sentence, place = last_lines(caught.value)
+    assert re.match(expected, sentence), sentence
+    assert "compare the columns" not in place
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (lambda outputs: None, "the loss is None: return it at the end of compute_loss"),
+        (lambda outputs: outputs, "value named 'logits' .* and of a model's outputs only the loss"),
+    ],
+)
+def test_a_compute_loss_that_returns_no_loss(returned: Any, expected: str) -> None:
+    class Forgets(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            return returned(model(**inputs))
+
+    with pytest.raises(ModelError, match=expected):
+        Forgets(bert(), arguments(), train_dataset=[text([1, 2])] * 8).train()
+
+
+def test_arguments_in_another_order() -> None:
+    with pytest.raises(ArgumentsError, match="data_collator must be callable, .*; pass the datasets by name"):
+        Trainer(bert(), arguments(), TensorDataset(torch.ones(1)))
+    with pytest.raises(ArgumentsError, match="args must be .*TrainingArguments, not .*; pass arguments by name"):
+        Trainer(arguments(), bert())
+
+
 def test_what_is_set_already_is_not_advised() -> None:
     args = arguments(auto_find_batch_size=True, bf16=True, gradient_checkpointing=True, per_device_train_batch_size=1)
     found = explain(RuntimeError("CUDA out of memory"), {}, nn.Linear(1, 1), args)
@@ -189,8 +232,8 @@ def test_text_in_a_collator_of_the_users_own(workers: int) -> None:
     def collate(samples: list[Any]) -> Any:
         return {name: torch.tensor([each[name] for each in samples]) for name in samples[0]}
 
-    args = arguments(dataloader_num_workers=workers)
+    args, data = arguments(dataloader_num_workers=workers), [{"title": "x", "input_ids": [1], "labels": "no"}] * 8
     with pytest.raises((TypeError, ValueError)) as caught:
-        Trainer(bert(), args, train_dataset=[{"input_ids": [1], "labels": "no"}] * 8, data_collator=collate).train()
+        Trainer(bert(), args, train_dataset=data, data_collator=collate).train()
     note = last_lines(caught.value)[1]
     assert "the column 'labels' holds text, which is not a number: map each text to an integer" in note

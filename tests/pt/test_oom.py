@@ -316,3 +316,16 @@ def test_a_mean_over_sequences_is_the_same_in_smaller_parts(most: int, tmp_path:
             return {"loss": (loss.sum(-1) / (labels != -100).sum(-1)).mean()}
 
     assert_same_run(*both(made(Sequences), most, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "made", [lambda width: {"query": torch.ones(1, width)}, lambda width: [torch.ones(1, width)], lambda w: np.ones(w)]
+)
+@pytest.mark.parametrize("widths", [(2, 2), (2, 3), (1, 1)])
+def test_batches_with_tensors_in_containers_are_not_joined(made: Any, widths: tuple[int, int]) -> None:
+    """Comparing the containers would raise, or keep the rows of one batch only."""
+    batches = [{"x": torch.ones(1, 2), "nested": made(width), "names": ["a"]} for width in widths]
+    assert BatchSplitter().join(batches, may_ignore=True) is None
+    for batch in batches:
+        batch["nested"] = {"of": ("text", [1])}
+    assert BatchSplitter().join(batches, may_ignore=True)["names"] == ["a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -116,6 +117,21 @@ def test_missing_optimizer_state_is_an_error_not_a_fresh_start(whole: Runs, tmp_
     (folder / "scheduler.pt").unlink()
     with pytest.raises(CheckpointError, match="scheduler"):
         trained(loopwright, "regression", tmp_path / "ours", resume=str(folder))
+
+
+def test_a_checkpoint_that_its_user_has_changed(whole: Runs, tmp_path: Path) -> None:
+    """Changed files are refused; without the manifest they are used, but an optimizer does not begin anew."""
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(whole(loopwright, "regression", checkpoint_format="transformers")[1] / folder.name, folder)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "log_history": []}))
+    with pytest.raises(CheckpointError, match=r"changed its files on purpose, delete its manifest\.json"):
+        trained(loopwright, "regression", tmp_path / "ours", resume=str(folder))
+    (folder / "manifest.json").unlink()
+    assert min(losses(trained(loopwright, "regression", tmp_path / "ours", resume=str(folder)))) == 5
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match="has no state of the optimizer: it was removed, or DeepSpeed saved it"):
+        trained(loopwright, "regression", tmp_path / "more", resume=str(folder))
 
 
 def test_parameters_are_matched_by_name_in_their_format(tmp_path: Path) -> None:

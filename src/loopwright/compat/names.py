@@ -59,6 +59,13 @@ CLASSES = (
     "TrainOutput",
     "BestRun",
     "ParallelMode",
+    "IntervalStrategy",
+    "SaveStrategy",
+    "SchedulerType",
+    "HubStrategy",
+    "FSDPOption",
+    "HPSearchBackend",
+    "OptimizerNames",
     "GreedyLR",
 )
 """Classes of the same name in both packages, which are replaced."""

@@ -81,8 +81,8 @@ def _check_kinds(args: object, optimizers: Any, callbacks: Any, functions: dict[
     """Refuse arguments of types that the other checks cannot handle."""
     problems = []
     if not isinstance(args, BaseArguments):
-        kind = kind_of(args)
-        problems.append(f"args must be a loopwright.TrainingArguments, not {kind}; import it from loopwright too")
+        advice = "pass arguments by name" if isinstance(args, nn.Module) else "import it from loopwright too"
+        problems.append(f"args must be a loopwright.TrainingArguments, not {kind_of(args)}; {advice}")
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         kind = type(optimizers).__name__
         problems.append(f"optimizers must be a pair (optimizer, scheduler), either of which may be None, not {kind}")
@@ -90,7 +90,8 @@ def _check_kinds(args: object, optimizers: Any, callbacks: Any, functions: dict[
         problems.append(f"callbacks must be a list of callbacks, not {kind_of(callbacks)}; pass [callback]")
     for name, function in functions.items():
         if function is not None and not callable(function):
-            problems.append(f"{name} must be callable, not {kind_of(function)}")
+            advice = "; pass the datasets by name" if hasattr(function, "__getitem__") else ""
+            problems.append(f"{name} must be callable, not {kind_of(function)}{advice}")
     if problems:
         raise ArgumentsError(problems)
 

@@ -167,7 +167,10 @@ class CheckpointManager:
             self._notices.warn_once(f"{place} has no {MANIFEST}: its files are used without verification")
         folder, reason = fetched(storage, name, manifest)
         if reason:
-            raise CheckpointError(f"{name}: {reason}. Resume from an older checkpoint of {storage.root}")
+            raise CheckpointError(
+                f"{name}: {reason}. Resume from an older checkpoint of {storage.root}; if you changed its files on "
+                f"purpose, delete its {MANIFEST}, and they are used without verification"
+            )
         return str(folder)
 
     def holds(self, place: str) -> bool:

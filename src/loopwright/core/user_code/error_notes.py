@@ -42,7 +42,7 @@ def add_note_of_step(error: BaseException, when: str, given: str, what: str = "t
     name = called(error)
     part = f"the {what} step" if name is None else f"{name}, called by the {what} step,"
     advice = ""
-    if isinstance(error, TypeError) and "argument" in str(error):
+    if not cause and isinstance(error, TypeError) and "argument" in str(error):
         advice = "the names of a batch are the arguments of forward: compare the columns of the dataset with them"
     if cause and not is_clear(error):
         error.add_note(cause)

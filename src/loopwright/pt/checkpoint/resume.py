@@ -195,8 +195,8 @@ class TorchResuming(TorchPart, Resuming):
             return
         if not (folder / f"{OPTIMIZER}.json").is_file():
             raise CheckpointError(
-                f"{folder.name} has no {OPTIMIZER}.json because DeepSpeed saved it in its own files. Resume with "
-                "deepspeed= and the same number of ranks, or start a new run from its weights"
+                f"{folder.name} has no state of the optimizer: it was removed, or DeepSpeed saved it in its own files. "
+                "Start a new run from its weights, or resume with deepspeed= and the same number of ranks"
             )
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
             described, tensors = read_optimizer(folder)

@@ -94,11 +94,12 @@ def _part_in_this_process(error: Exception, what: str) -> tuple[str, str, str]:
 
 
 def text_in(samples: Any) -> str:
-    """What to do if a column that the collator was given is text."""
+    """What to do if a column that the collator was given is text; labels first, because other text may be removed."""
     first = samples[0] if isinstance(samples, list) and samples else None
     names = [name for name, value in first.items() if isinstance(value, str)] if isinstance(first, Mapping) else []
     if not names:
         return ""
+    names.sort(key=lambda name: name not in LABEL_COLUMNS)
     is_label = names[0] in LABEL_COLUMNS
     advice = "map each text to an integer from 0" if is_label else "tokenize or remove the column"
     return f"the column {names[0]!r} holds text, which is not a number: {advice}"

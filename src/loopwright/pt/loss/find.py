@@ -18,7 +18,7 @@ def loss_in(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         return loss
     raise ModelError(
         f"the model returned no loss, only {_described(outputs)}, for the inputs {', '.join(inputs) or 'given'}. "
-        "Pass labels it can use, pass compute_loss_func=, or override compute_loss"
+        "Pass labels it can use, named as an argument of its forward, pass compute_loss_func=, or override compute_loss"
     )
 
 

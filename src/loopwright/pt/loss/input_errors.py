@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.user_code.error_notes import frames_of
+from ...core.user_code.error_notes import describe, frames_of
 from ..arguments import TrainingArguments
 from ..data.columns import LABEL_COLUMNS
 from .out_of_memory import is_out_of_memory
@@ -32,10 +33,10 @@ def explain(error: BaseException, batch: Any, model: nn.Module, args: TrainingAr
     """One sentence about the cause of an error of a forward pass or a loss; empty if the batch does not show it."""
     if is_out_of_memory(error):
         return out_of_memory(args, what)
-    if not isinstance(error, (IndexError, RuntimeError, ValueError, TypeError)):
+    if not isinstance(error, (IndexError, RuntimeError, ValueError, TypeError, AttributeError)):
         return ""
     columns = dict(host_columns(batch))
-    for examine in (_in_frames, _by_names, _by_message):
+    for examine in (partial(_by_containers, batch), _in_frames, _by_names, _by_message):
         with suppress(Exception):  # the model and the batch are the user's; without an explanation the error remains
             found = examine(error, columns, model)
             if found:
@@ -134,6 +135,22 @@ def _of_layer(layer: nn.Module, given: Tensor, columns: dict[str, Tensor], model
         f"{same[0]} is {_dtype(given)}, but the layer {place!r} has weights of {_dtype(weight)}; convert the column to "
         f"{_dtype(weight)}"
     )
+
+
+# ---- containers ------------------------------------------------------------------------------------------------------
+
+
+def _by_containers(batch: Any, error: BaseException, columns: dict[str, Tensor], model: nn.Module) -> str:
+    """The explanation if a batch is not a dict, or a column of it is not a tensor."""
+    text = str(error)
+    if isinstance(error, TypeError) and (batch is None or "argument after ** must be a mapping" in text):
+        return f"the batch is {describe(batch)}; let the data collator return a dict of the arguments of the forward"
+    for name, value in batch.items() if isinstance(batch, Mapping) else ():
+        kind = type(value).__name__
+        is_named = kind in ("list", "tuple") and (f"'{kind}' object" in text or f"not {kind}" in text)
+        if is_named or (kind == "ndarray" and isinstance(error, (TypeError, AttributeError))):
+            return f"{name} is a {kind}, not a tensor; convert it in the data collator"
+    return ""
 
 
 # ---- the names of columns and the configuration of the model --------------------------------------------------------

@@ -53,7 +53,7 @@ def _checked(named: Values) -> Values:
                 shape = f" of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f": {str(part)[:60]}"
                 raise ModelError(
                     f"the loss has a value named {name!r} that is a {type(part).__name__}{shape}; return scalars, or "
-                    "(sum, count) pairs"
+                    "(sum, count) pairs, and of a model's outputs only the loss"
                 )
     return named
 

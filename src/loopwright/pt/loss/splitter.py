@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -292,7 +293,14 @@ def _is_label(name: str) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b)
+    """Whether values are equal and have no rows: neither they nor what they contain are tensors or arrays."""
+    if isinstance(a, (Tensor, np.ndarray)) or type(a) is not type(b):
+        return False
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
 
 
 def _as_wide(value: Tensor, new: int, filler: Any) -> Tensor:

@@ -95,6 +95,8 @@ def is_mean_over_samples(model: nn.Module) -> bool:
 
 def check_loss(loss: Any) -> Tensor:
     """The loss as a scalar; raises an error that describes any other value."""
+    if loss is None:
+        raise ModelError("the loss is None: return it at the end of compute_loss, compute_loss_func or the forward")
     if not isinstance(loss, Tensor):
         raise ModelError(f"the loss must be a scalar tensor, but it is a {type(loss).__name__}: {str(loss)[:80]}")
     if loss.dim() == 0:
