@@ -287,6 +287,52 @@ def metrics_of_odd_types(folder: str) -> Rows:
 
 
 @routine
+def metrics_named_as_the_trainers_own(folder: str) -> Rows:
+    """Metrics called `loss` and `runtime`, one with a prefix, and the order in which all of them are logged."""
+    from transformers import Trainer
+
+    def measured(given: Any) -> dict[str, Any]:
+        return {"loss": 42.0, "accuracy": 0.5, "eval_prefixed": 1, "runtime": 3}
+
+    data = samples(8)
+    args = arguments(folder, max_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer = Trainer(classifier(), args, train_dataset=data, eval_dataset=data, compute_metrics=measured)
+    logged(trainer)
+    names = [{"names": [*row]} for row in (*trainer.state.log_history, trainer.predict(data).metrics)]
+    return [*rows(trainer), trainer.evaluate(), *names]
+
+
+@routine
+def a_loss_without_labels_and_metrics_of_its_outputs(folder: str) -> Rows:
+    """A reward model of pairs: no label names, and batches that ask for a loss with `return_loss`."""
+    from transformers import Trainer
+
+    class Reward(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+            rewards = model(input_ids=inputs["input_ids"]).logits
+            better, worse = rewards[::2], rewards[1::2]
+            loss = -torch.nn.functional.logsigmoid(better - worse).mean()
+            return (loss, {"better": better, "worse": worse}) if return_outputs else loss
+
+    def collate(pairs: list[Any]) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([ids for pair in pairs for ids in pair["ids"]]), "return_loss": True}
+
+    def measured(given: Any) -> dict[str, Any]:
+        better, worse = given.predictions
+        return {"accuracy": float((better > worse).mean()), "labels": len(given.label_ids)}
+
+    found = samples(32)
+    data = [{"ids": [each["input_ids"], other["input_ids"]]} for each, other in zip(found[::2], found[1::2])]
+    args = arguments(folder, remove_unused_columns=False, label_names=[], eval_strategy="steps", eval_steps=3)
+    trainer = Reward(classifier(1), args, data_collator=collate, train_dataset=data, eval_dataset=data,
+                     compute_metrics=measured)  # fmt: skip
+    trained = logged(trainer)
+    predicted = trainer.predict(data)
+    shapes = [list(each.shape) for each in predicted.predictions]
+    return [*trained, predicted.metrics, {"shapes": shapes, "labels": repr(predicted.label_ids)}]
+
+
+@routine
 def the_best_model_and_a_second_run(folder: str) -> Rows:
     from transformers import EarlyStoppingCallback, Trainer
 
