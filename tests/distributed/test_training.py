@@ -86,6 +86,20 @@ def test_ranks_that_join_at_a_checkpoint_of_transformers_have_their_own_random_s
     assert two[0] == one[0] != two[1]
 
 
+@pytest.mark.parametrize("is_edited", [True, False], ids=["of transformers", "with our progress"])
+def test_a_checkpoint_with_files_of_transformers_resumes_with_shards(
+    pool: Pool, tmp_path: Path, is_edited: bool
+) -> None:
+    given = {"n": 12, "save_strategy": "steps", "save_steps": 2, **SMALL, "checkpoint_format": "transformers"}
+    whole = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **given)[0]
+    checkpoint = tmp_path / "one" / "checkpoint-2"
+    for name in ("progress.json", "manifest.json") if is_edited else ():
+        (checkpoint / name).unlink()
+    given |= {"resume": str(checkpoint), "fsdp": True, "checkpoint_format": "native"}
+    for each in pool.run(2, "trained", folder=str(tmp_path / "two"), **given):
+        assert differences(each, whole) < 1e-10
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wish_of_a_callback_that_one_process_has_is_everybodys(pool: Pool, tmp_path: Path, rank: int) -> None:
     pool.run(2, "wished", folder=str(tmp_path), rank=rank, save_strategy="no", per_device_train_batch_size=2)

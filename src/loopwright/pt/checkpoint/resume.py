@@ -20,7 +20,7 @@ from .callback_tensors import STEM, load_tensors, restore_with_tensors, tensors_
 from .module_state import ModuleState
 from .rank_state import own_random_states, place_of_record, record_of
 from .registered import Registered
-from .shards import BoxReader, slot_reader
+from .shards import BoxReader, sharded_slots, slot_reader
 from .tensors import (
     decode_schedule,
     parameter_names,
@@ -329,7 +329,7 @@ class TorchResuming(TorchPart, Resuming):
             if names is not None:  # without them, parameters are matched by their order
                 now = parameter_names(self.trainer.optimizer, plain_module(self.model))
                 found["optimizer"] = in_order(found["optimizer"], names, now, self.trainer.optimizer.param_groups)
-            self.trainer.optimizer.load_state_dict(found["optimizer"])
+            self.trainer.optimizer.load_state_dict(sharded_slots(found["optimizer"], self.trainer.optimizer))
             self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
             if found["scaler"] is not None:
                 self.strategy.precision.load_state_dict(found["scaler"])

@@ -279,6 +279,15 @@ def like(values: Tensor, pattern: Any) -> Tensor:
     )
 
 
+def sharded_like(values: Any, parameter: Any) -> Any:
+    """A full tensor of a parameter's shape with the layout of the parameter: if that is sharded, this rank's shard."""
+    if not is_distributed(parameter) or not isinstance(values, Tensor) or values.shape != parameter.shape:
+        return values
+    box = local_part(parameter)
+    places = tuple(slice(low, low + n) for low, n in zip(box.offset, box.values.shape, strict=True))
+    return like(values[places].to(box.values.device), parameter)
+
+
 class SlotReader:
     """The optimizer's tensors of a checkpoint, each read on access and sharded like its parameter."""
 
@@ -295,6 +304,16 @@ class SlotReader:
             return self._reader.whole(key)
         box = local_part(pattern)
         return like(self._reader.part(key, box.offset, tuple(box.values.shape)).to(box.values.device), pattern)
+
+
+def sharded_slots(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state dict of full tensors, with those of sharded parameters as this rank's shards."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    slots = {
+        index: {name: sharded_like(value, parameters[index]) for name, value in each.items()}
+        for index, each in state["state"].items()
+    }
+    return {**state, "state": slots}
 
 
 def slot_reader(reader: BoxReader, module: nn.Module) -> Any:
