@@ -123,8 +123,31 @@ def test_longer_rows_and_first_targets_are_news() -> None:
     silent["labels"][:, 0] = -100
     coverage = Coverage()
     coverage.add(seen(silent, row=9))
-    assert "first token" in (coverage.news_in(seen(padded([3, 6]), row=9)) or "")
+    assert "counts in 'labels' is number 1" in (coverage.news_in(seen(padded([3, 6]), row=9)) or "")
     assert "a row has 10 tokens" in (coverage.news_in(seen(silent, row=10)) or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.bfloat16])
+def test_the_first_tokens_that_masks_and_weights_count_are_news(dtype: torch.dtype) -> None:
+    def masked(first: int, lengths: list[int]) -> dict[str, Any]:
+        batch = padded(lengths)
+        return {**batch, "loss_mask": ((torch.arange(max(lengths)) >= first) * batch["attention_mask"]).to(dtype)}
+
+    coverage = Coverage()
+    coverage.add(seen(masked(3, [5, 9])))
+    assert coverage.news_in(seen(masked(3, [6, 8]))) is None and coverage.news_in(seen(masked(4, [6, 8]))) is None
+    assert "counts in 'loss_mask' is number 3" in (coverage.news_in(seen(masked(2, [6, 8]))) or "")
+    coverage.add(seen(masked(0, [6, 8])))
+    assert coverage.news_in(seen(masked(2, [6, 8]))) is None
+
+
+def test_samples_without_targets_are_news() -> None:
+    coverage, some = Coverage(), padded([3, 6, 5])
+    some["labels"][1] = -100
+    coverage.add(seen(padded([3, 6])))
+    assert coverage.news_in(seen(some)) == "a sample has no targets"
+    coverage.add(seen(some))
+    assert coverage.news_in(seen(some)) is None
 
 
 def test_coverage_comes_back_from_a_checkpoint() -> None:

@@ -19,6 +19,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.drop, self.norm = nn.Linear(3, 3), nn.Dropout(0.1), nn.BatchNorm1d(3)
         self.weight_of_kl, self.kind, self.scales = 0.5, "plain", [1, 2]
+        self.shares: dict[str, Any] = {"kl": 0.5, "parts": [{"a": 1}]}
         self.config = type("Config", (), {})()
         self.config.alpha, self.config.name = 2.0, "a name"
 
@@ -37,6 +38,10 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "weight_of_kl": lambda model: setattr(model, "weight_of_kl", 0.6),
     "kind": lambda model: setattr(model, "kind", "other"),
     "scales": lambda model: model.scales.append(3),
+    "shares['kl']": lambda model: model.shares.update(kl=0.6),
+    "shares['new']": lambda model: model.shares.update(new=0.6),
+    "shares['parts'][0]['a']": lambda model: model.shares["parts"][0].update(a=2),
+    "shares['parts'][1]": lambda model: model.shares["parts"].append("b"),
     "config.alpha": lambda model: setattr(model.config, "alpha", 3.0),
     "added": lambda model: setattr(model, "added", 1),
     "requires_grad of linear.bias": lambda model: model.linear.bias.requires_grad_(False),

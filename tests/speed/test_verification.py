@@ -14,7 +14,7 @@ from loopwright import TrainerCallback
 from loopwright.speed.planner.decision import COLLATED
 from loopwright.speed.proof.audit import EVERY, is_turn
 from loopwright.speed.proof.prover import Prover
-from tests.speed.architectures import build, samples
+from tests.speed.architectures import build, collate, samples
 from tests.speed.training import InOrder, train
 
 pytest.importorskip("transformers")
@@ -91,6 +91,26 @@ def test_an_update_without_a_finite_loss_is_no_difference(tmp_path: Path) -> Non
     fast = run(tmp_path, "max", At("nan", 4, lasts=False), steps=6, on_nonfinite="skip")
     assert fast.plan.layout != COLLATED or not any("differs" in text for text in fast.trainer.notices.told)
     assert fast.trainer.speed_report().checks["computed both ways"] == 2
+
+
+class LaterCoupled(InOrder):
+    """A loss that compares the samples of a batch from the fifth update on."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss
+        if self.state.global_step >= 4:
+            loss = loss + outputs.logits[:, 0].std(0).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_couples_samples_later_says_which_steps_may_be_wrong(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = samples(12 * 9, "tokens", longest=16)
+    found = train(build("bert", "tokens"), data, tmp_path, kind=LaterCoupled, speed="max", max_steps=9)
+    told = [text for text in found.trainer._loopwright.notices.told if "from now on the collator's" in text]
+    assert len(told) == 1 and "The last step that agreed was 3 steps earlier" in told[0]
+    assert found.trainer._loopwright.run.speed is None
 
 
 # ---- new lengths ----------------------------------------------------------------------------------------------------
@@ -195,6 +215,59 @@ def test_of_new_lengths_the_real_micro_batch_is_compared_too(kind: str, tmp_path
         found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=4, **options)
     assert found["max"].plan.layout == "flat"
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-5)
+
+
+# ---- targets at other places ---------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A causal model with a loss of its own; the first updates have no targets at the beginning of samples."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = build("llama", "causal"), kind
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Any, labels: Any, loss_mask: Any = None, **more: Any) -> dict[str, Any]:
+        logits = self.inner(input_ids=input_ids, **more).logits
+        ahead = 2 if self.kind == "second next" else 1
+        targets = labels[:, ahead:]
+        losses = nn.functional.cross_entropy(logits[:, :-ahead].transpose(1, 2), targets, reduction="none")
+        if self.kind == "mask":
+            counted = loss_mask[:, 1:].to(losses.dtype)
+            return {"loss": (losses * counted).sum() / counted.sum()}
+        counted = (targets != -100).sum(1)
+        if self.kind == "sequences":
+            return {"loss": (losses.sum(1) / counted.clamp(min=1))[counted > 0].mean()}
+        return {"loss": losses.sum() / counted.sum()}
+
+
+@pytest.mark.parametrize("kind", ["mask", "second next", "sequences"])
+def test_targets_at_places_that_were_not_compared_are_compared(kind: str, tmp_path: Path) -> None:
+    """In the fifth of six updates a sample has targets from its beginning, or none; the eighth is the next audit."""
+    data = samples(12 * 6, "causal", longest=16)
+    lengths = [len(each["input_ids"]) for each in data]
+    data = [data[place] for place in range(len(data)) if lengths[place] > 6]
+    data = (2 * data)[: 12 * 6]
+    changed = range(12 * 4, 12 * 5, 3)
+
+    def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+        is_changed = torch.tensor([row["place"] in changed for row in rows])[:, None]
+        first = torch.where(is_changed, {"mask": 0, "second next": 1, "sequences": 99}[kind], 4)
+        counts = (torch.arange(batch["labels"].shape[1]) >= first) & (batch["attention_mask"] == 1)
+        if kind == "mask":
+            return {**batch, "loss_mask": counts.long()}
+        return {**batch, "labels": batch["labels"].masked_fill(~counts, -100)}
+
+    rows = [{**each, "place": place} for place, each in enumerate(data)]
+    found = {}
+    for speed in ("max", "off"):
+        torch.manual_seed(0)
+        options = {"data_collator": collated, "remove_unused_columns": False, "max_steps": 6}
+        found[speed] = train(Counting(kind), rows, tmp_path / speed, kind=InOrder, speed=speed, **options)
+    assert found["max"].shapes[0] != found["off"].shapes[0] and found["max"].shapes[4] == found["off"].shapes[4]
+    assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)
 
 
 def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(

@@ -398,6 +398,12 @@ class SpeedEngine:
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
         return limits_for(self.plan, self._setup, batches, samples, widest=self._widest)
 
+    def leave(self) -> int:
+        """End the use of a plan that does not fit the loss; returns the updates since the last one that agreed."""
+        self._planner.forget()
+        self.finish()
+        return 0 if self._verification is None else self._verification.since
+
     def finish(self) -> None:
         """Undo all changes to the model."""
         while self._undo:

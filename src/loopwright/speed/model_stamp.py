@@ -84,8 +84,11 @@ class ModelStamp:
         self._hook_dicts += [hooks for parameter in self._tensors for hooks in hooks_of(parameter)]
         numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
         numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
+        self._held = [held for name, place in self._modules for held in _held_by(name, place)]
+        numbers += [(place, key) for _, place in self._held for key, _ in _plain_in(place)]
         self._numbers = ([place for place, _ in numbers], [key for _, key in numbers])
-        self._dicts = [*places, *(place for _, place in self._configs), *self._hook_dicts]
+        held = [place for _, place in self._held]
+        self._dicts = [*places, *(place for _, place in self._configs), *held, *self._hook_dicts]
         self._others = [
             (place, key) for place, key in own if not isinstance(place[key], PLAIN) and plain(place[key]) is not ...
         ]
@@ -139,6 +142,8 @@ class ModelStamp:
             for key, value in place.items()
             if key not in NOT_OURS and (kept := plain(value)) is not ...
         }
+        for name, place in self._held:
+            found.update((f"{name}[{key!r}]", value) for key, value in _plain_in(place))
         for name, place in self._configs:
             found.update((f"{name}.{key}", value) for key, value in place.items() if _counts(key, value))
         kinds, functions, set_on = self._code()
@@ -150,6 +155,28 @@ class ModelStamp:
         found["hooks"] = [id(hook) for hooks in self._hook_dicts for hook in hooks.values() if is_foreign(hook)]
         found.update((f"requires_grad of {name}", each.requires_grad) for name, each in self._parameters)
         return found
+
+
+def _held_by(name: str, place: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dicts and lists of a module, also those in others, by name."""
+    for key, value in place.items():
+        if key not in OF_MODULES and plain(value) is ...:
+            yield from _containers(f"{name}.{key}".lstrip("."), value)
+
+
+def _containers(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth < DEEPEST and isinstance(value, (dict, list, tuple)):
+        yield name, value
+        for key, each in _items(value):
+            yield from _containers(f"{name}[{key!r}]", each, depth + 1)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(islice(value.items() if isinstance(value, dict) else enumerate(value), FEW))
+
+
+def _plain_in(value: Any) -> list[tuple[Any, Any]]:
+    return [(key, each) for key, each in _items(value) if isinstance(each, PLAIN)]
 
 
 def plain_settings(model: nn.Module) -> str:

@@ -37,8 +37,8 @@ _PLAN = record(
 _SEEN = record(
     {},
     {
-        **dict.fromkeys(("shortest", "longest"), named(count())),
-        **dict.fromkeys(("ragged", "counts_first"), flag),
+        **dict.fromkeys(("shortest", "longest", "first_targets"), named(count())),
+        **dict.fromkeys(("ragged", "without_targets"), flag),
         "entries": named(list_of()),
         "constants": named(),
         "paddings": named(list_of(any_number)),

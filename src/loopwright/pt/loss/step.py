@@ -104,10 +104,11 @@ class TorchLoss(LossCalls):
 
     def _leave_layouts(self) -> None:
         """Stop rearranging batches, because the loss turned out not to allow it."""
-        reason = self.run.accounting.reason
-        self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {reason}")
         assert self.run.speed is not None
-        self.run.speed.finish()
+        since = self.run.speed.leave()
+        doubtful = f". The last step that agreed was {since} steps earlier, those in between may be wrong" * (since > 0)
+        reason = self.run.accounting.reason
+        self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {reason}{doubtful}")
         self.run.speed = None
 
     def _add_source(self, given: Any, loss: Tensor) -> None:

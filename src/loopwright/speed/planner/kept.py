@@ -135,7 +135,7 @@ def form_of(samples: Samples) -> str:
     seen = Seen.of(samples, row=0)
     constants = sorted((name, described(value)) for name, value in seen.constants.items())
     parts = [sorted(seen.entries.items()), constants, sorted(seen.paddings.items()), seen.sides]
-    return hashlib.sha256(repr([*parts, seen.counts_first, samples.share_rows()]).encode()).hexdigest()
+    return hashlib.sha256(repr([*parts, sorted(seen.first_targets.items()), samples.share_rows()]).encode()).hexdigest()
 
 
 def _of_few(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layouts.samples import DECODED, IGNORED, SOURCE, Axis, OddSamples, Samples, take_apart
+from ..layouts.samples import DECODED, IGNORED, Axis, OddSamples, Samples, take_apart
 
 PER_SAMPLE = "sample"
 POSITIONS = "position_ids"
+INPUTS = ("input_ids", "attention_mask", POSITIONS, DECODED, "decoder_attention_mask")
+"""Names of tensors in which a loss counts nothing."""
 TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids", DECODED, "decoder_attention_mask")
 """Names of tensors that always have a token dimension."""
 IMAGE_WORDS = ("pixel", "image", "video", "audio", "patch", "grid", "frame")
 """Words in the names of tensors that may have several rows per sample, or none."""
+NEAR = 4
+"""Tokens at the beginning of a sample that may be predicted from the sample before it in a row."""
 
 
 class UnevenPadding(OddSamples):
@@ -144,8 +148,10 @@ class Seen:
     """The lengths of the shortest and of the longest sample, by axis."""
     ragged: bool = False
     """Whether samples had different lengths."""
-    counts_first: bool = False
-    """Whether the first tokens of samples were targets."""
+    first_targets: dict[str, int] = field(default_factory=dict)
+    """For labels, masks and weights of tokens: tokens before the first that counts, in any sample, at most `NEAR`."""
+    without_targets: bool = False
+    """Whether there were samples without any target."""
     row: int = 0
     """Tokens of the longest row."""
 
@@ -163,7 +169,8 @@ class Seen:
             {key: int(axis.lengths.min()) for key, axis in axes.items()},
             {key: int(axis.lengths.max()) for key, axis in axes.items()},
             any(bool((axis.lengths != axis.lengths[0]).any()) for axis in axes.values()),
-            _counts_first(samples),
+            _first_targets(samples),
+            not samples.have_targets().all(),
             row,
         )
 
@@ -197,8 +204,11 @@ class Seen:
                 return f"a sample has {other.shortest[key]:,} tokens, fewer than the {self.shortest[key]:,} so far"
         if other.ragged and not self.ragged:
             return "samples have different lengths"
-        if other.counts_first and not self.counts_first:
-            return "the first token of a sample is a target"
+        for name, place in other.first_targets.items():
+            if place < self.first_targets.get(name, NEAR):
+                return f"the first token of a sample that counts in {name!r} is number {place + 1}"
+        if other.without_targets and not self.without_targets:
+            return "a sample has no targets"
         if other.row > self.row:
             return f"a row has {other.row:,} tokens, more than the {self.row:,} compared so far"
         return None
@@ -218,7 +228,9 @@ class Seen:
             self.longest[key] = max(self.longest.get(key, 0), longest)
             self.shortest[key] = min(self.shortest.get(key, longest), other.shortest[key])
         self.ragged |= other.ragged
-        self.counts_first |= other.counts_first
+        for name, place in other.first_targets.items():
+            self.first_targets[name] = min(self.first_targets.get(name, NEAR), place)
+        self.without_targets |= other.without_targets
         self.row = max(self.row, other.row)
 
     @classmethod
@@ -273,8 +285,18 @@ def _described(kind: str, value: Tensor) -> list[Any]:
     return [kind, str(value.dtype), list(value.shape[1 if kind == PER_SAMPLE else 2 :])]
 
 
-def _counts_first(samples: Samples) -> bool:
-    axis, labels = samples.axes[SOURCE], samples.tensors.get("labels")
-    if labels is None or "labels" not in axis.names or labels.is_floating_point() or labels.dim() != 2:
-        return False
-    return bool((labels[torch.arange(len(samples)), torch.from_numpy(axis.starts)] != IGNORED).any())
+def _first_targets(samples: Samples) -> dict[str, int]:
+    """Tokens before the first that counts: where samples share a row, a loss may count it for the sample before."""
+    found = {}
+    for axis in samples.axes.values():
+        near = np.minimum(np.arange(NEAR), axis.lengths[:, None] - 1)
+        rows, places = np.arange(len(samples))[:, None], axis.starts[:, None] + near
+        for name in axis.names:
+            if name not in INPUTS:
+                values = samples.tensors[name]
+                array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()[rows, places]
+                is_class = "label" in name and not values.is_floating_point()
+                counts = (array != IGNORED) if is_class else (array != IGNORED) & (array != 0)
+                some = counts.swapaxes(0, 1).reshape(NEAR, -1).any(1)
+                found[name] = int(some.argmax()) if some.any() else NEAR
+    return found
