@@ -322,7 +322,8 @@ def a_loss_without_labels_and_metrics_of_its_outputs(folder: str) -> Rows:
         return {"accuracy": float((better > worse).mean()), "labels": len(given.label_ids)}
 
     found = samples(32)
-    data = [{"ids": [each["input_ids"], other["input_ids"]]} for each, other in zip(found[::2], found[1::2], strict=True)]
+    pairs = zip(found[::2], found[1::2], strict=True)
+    data = [{"ids": [each["input_ids"], other["input_ids"]]} for each, other in pairs]
     args = arguments(folder, remove_unused_columns=False, label_names=[], eval_strategy="steps", eval_steps=3)
     trainer = Reward(classifier(1), args, data_collator=collate, train_dataset=data, eval_dataset=data,
                      compute_metrics=measured)  # fmt: skip
