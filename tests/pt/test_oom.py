@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.pt.loss.out_of_memory import is_out_of_memory
 from loopwright.pt.loss.splitter import BatchSplitter, CannotSplit, split_all
 from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
+from loopwright.speed.memory.out_of_memory import is_out_of_memory
 from tests import models
 from tests.models import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
 from tests.spreads import spread

@@ -24,7 +24,7 @@ def model_errors(config: Config, words: Words, step: Callable[[], int]) -> Itera
 
     An error without a known cause after the first update is not replaced: its traceback is needed.
     """
-    from ..pt.loss.out_of_memory import is_out_of_memory
+    from ..speed.memory.out_of_memory import is_out_of_memory
 
     try:
         yield

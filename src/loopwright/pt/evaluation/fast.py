@@ -21,11 +21,11 @@ from ...notices import logger
 from ...speed.evaluation.engine import WINDOW_BATCHES, EvaluationEngine
 from ...speed.evaluation.evaluation_setup import EvaluationSetup, Forward
 from ...speed.evaluation.pieces import Piece
+from ...speed.memory.out_of_memory import is_out_of_memory
 from ...speed.planner.decision import SpeedPlan
 from ..acceleration import KEEP_INPUTS, hooked_module
 from ..data.loaders import has_length
 from ..devices import copies_while_computing
-from ..loss.out_of_memory import is_out_of_memory
 from ..loss.targets import LossKind, check_loss, count_samples
 from ..part import TorchPart
 from .host_copies import HostCopy, sent_ahead

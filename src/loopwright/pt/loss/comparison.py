@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...speed.memory.out_of_memory import is_out_of_memory
 from ..data.static_shapes import IGNORED
 from .denominator import NOTHING, Denominator
-from .out_of_memory import is_out_of_memory
 from .probe import ANOTHER_SEED, LossProbe, Measured
 from .splitter import BatchSplitter, CannotSplit, places_in, split_all
 from .targets import count_samples, count_targets, find_targets

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from ...speed.memory.out_of_memory import is_out_of_memory
 from . import messages
 from .comparison import (
     Finding,
@@ -22,7 +23,6 @@ from .comparison import (
 )
 from .denominator import ITEMS, NOTHING, SAMPLES, Denominator, candidates
 from .findings import LossFindings
-from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
 from .splitter import ALL, FIRST, BatchSplitter, CannotSplit
 from .targets import LossKind, count_samples, count_targets

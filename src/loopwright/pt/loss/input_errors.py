@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.user_code.error_notes import describe, frames_of
+from ...speed.memory.out_of_memory import is_out_of_memory
 from ..arguments import TrainingArguments
 from ..data.columns import LABEL_COLUMNS
-from .out_of_memory import is_out_of_memory
 
 LONGEST = 1_000_000
 """A limit on positions above this is none: tokenizers use such numbers for models without a limit."""

@@ -13,6 +13,7 @@ from ...core.evaluation.loop import UndecidedWeight
 from ...core.measure.ledger import PROVING
 from ...core.part import LossPart
 from ...core.user_code.overrides import accepts, is_overridden, reaches_ours
+from ...speed.memory.out_of_memory import is_out_of_memory
 from ...speed.proof.audit import is_turn
 from ...speed.users_loss import users_loss_of
 from ..data.columns import innermost
@@ -24,7 +25,6 @@ from .accounting import LossAccounting
 from .denominator import SAMPLES, Denominator
 from .find import find_loss
 from .messages import MAY_BE_EITHER
-from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
 from .splitter import BatchSplitter
 from .targets import USES_ITEMS, LossKind, is_mean_over_samples, predicts_next_token

@@ -15,6 +15,7 @@ from ...core.logs.incident import write_incident
 from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.engine import SpeedEngine
+from ...speed.memory.out_of_memory import is_out_of_memory
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import COLLATED
 from ..data.columns import innermost
@@ -23,7 +24,6 @@ from .calling import LossCalls
 from .identity import stamp_of
 from .incident import bad_weights, examine
 from .input_errors import explain
-from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
 from .saved_parts import PARTS
 from .splitter import BatchSplitter, CannotSplit
