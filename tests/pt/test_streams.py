@@ -97,22 +97,22 @@ def test_another_number_of_workers_reads_again_and_says_so(
 
 
 class Rewinding(IterableDataset):
-    """A stream that starts over when its end is reached, as its state does."""
+    """A stream that starts over when its end is reached, as its state does, which it returns as it is."""
 
     def __init__(self, n: int) -> None:
-        self.samples, self.place = regression_data(n), 0
+        self.samples, self.now = regression_data(n), {"place": 0}
 
     def __iter__(self) -> Any:
-        while self.place < len(self.samples):
-            self.place += 1
-            yield self.samples[self.place - 1]
-        self.place = 0
+        while self.now["place"] < len(self.samples):
+            self.now["place"] += 1
+            yield self.samples[self.now["place"] - 1]
+        self.now["place"] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return self.now
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+        self.now.update(state)
 
 
 @pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (0, 3), (1, 1)])

@@ -26,16 +26,14 @@ class StreamPosition(NamedTuple):
 
 
 def stream_state(loader: Any) -> Any:
-    """The state of a loader or its dataset, if loading it resumes at the next sample; else None."""
+    """A copy of the state of a loader or its dataset, if loading it resumes at the next sample; else None."""
     owner = _owner(loader)
     if owner is None:
         return None
-    state = owner.state_dict()
     try:
-        json.dumps(state)
+        return json.loads(json.dumps(owner.state_dict()))  # the stream may change what it has returned
     except (TypeError, ValueError):
         return None  # checkpoints hold only JSON and tensors
-    return state
 
 
 def has_met_end(loader: Any, batches: Any, *, is_short: bool) -> bool:
