@@ -50,13 +50,15 @@ STEPS = {
         f"everyday.py sft-64 --arms loopwright --planned 60 --updates 40 {CACHE} --to FOLDER/sft-60-{TODAY}.json",
         60, 120,
     ),
-    "evaluation": Step(f"evaluation.py --model bert --json FOLDER/evaluation-bert-{TODAY}.json", 60, 120),
-    "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
+    "tests": Step("-m pytest tests/gpu -q", 300, 480),
+    "sft-8": everyday("sft-8", f"{ALL_ARMS} {SLOW}", usual=220),
+    "alone": everyday("gpt2 vit convnext t5 custom", "--arms loopwright", usual=300),
     "loops": everyday("sft-64 lora bert", f"{ALL_ARMS} {SLOW}", usual=440),
     "pairs": everyday("t5 whisper custom", f"{ALL_ARMS} {SLOW}", usual=400),
-    "tests": Step("-m pytest tests/gpu -q", 300, 480),
+    "evaluation": Step(f"evaluation.py --model bert --json FOLDER/evaluation-bert-{TODAY}.json", 60, 120),
+    "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
     "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
-    "rest": everyday("sft-8 gpt2 vit convnext mlp", "", usual=360),
+    "rest": everyday("gpt2 vit convnext mlp", "", usual=300),
 }  # fmt: skip
 
 
