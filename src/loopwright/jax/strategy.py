@@ -54,7 +54,7 @@ class JaxStrategy(KerasStrategy):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def padded(self, batch: HostBatch) -> HostBatch:
-        """The batch padded so that all devices get equally many rows."""
+        """The batch padded so that all devices get the same number of rows."""
         return pad_rows(batch, -(-batch.padded_rows // self.replicas) * self.replicas)
 
     def placed(self, batches: list[HostBatch]) -> Any:

@@ -213,6 +213,11 @@ def is_batched(dataset: Any) -> bool:
         return True
     if "FlatMap" in name or not any(part in name for part in passing):
         return False
-    # Single numbers, as those of `enumerate`, are no samples.
-    inputs = [each for each in dataset._inputs() if getattr(getattr(each.element_spec, "shape", None), "rank", 1) != 0]
+    inputs = _inputs(dataset)
     return bool(inputs) and all(is_batched(each) for each in inputs)
+
+
+def _inputs(dataset: Any) -> list[Any]:
+    """The pipelines that a pipeline reads, except the numbers of `enumerate`."""
+    found = getattr(dataset, "_inputs", list)()
+    return [each for each in found if getattr(getattr(each.element_spec, "shape", None), "rank", 1) != 0]

@@ -26,7 +26,7 @@ class KerasLoss:
 
     @property
     def reductions(self) -> set[str]:
-        """The reductions of the losses that are no means over items."""
+        """The reductions of the losses that are not a mean over items."""
         losses = [as_loss(each, self._family) for each in leaves(self._model.loss)]
         return {str(loss.reduction) for loss in losses} & {"sum", "none", "None"}
 
@@ -110,7 +110,7 @@ def summed_loss(loss: Any, labels: Any, outputs: Any, weights: Any, *, family: A
 
 
 def _values_and_counted(function: Any, labels: Any, outputs: Any) -> tuple[Any, Any]:
-    """The values of a loss, and 1 for those that count: integer labels of -100 do not, whatever the loss is."""
+    """The values of a loss, and 1 for those that count; integer labels of -100 never do."""
     if not is_integer(labels):
         values = function(labels, outputs)
         return values, ops.ones_like(ops.cast(values, "float32"))

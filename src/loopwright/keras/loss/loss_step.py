@@ -132,8 +132,8 @@ class LossStep(KerasPart, LossPart):
         if len(loss.shape) == 0 or tuple(loss.shape) == (1,):
             if self._noted_items is None and self.row_weights is not None:
                 self.internals.notices.warn_once(
-                    "a batch was padded so that replicas get equal numbers of rows, and the loss is one mean over it, "
-                    "which includes the padding; return a loss per example, or use batches that replicas can share"
+                    "a batch was padded for the replicas, and the loss is one mean that includes the padding; return a "
+                    "loss per example"
                 )
             items = self._items_in(labels) if self._noted_items is None else self._noted_items
             return ops.sum(loss) * items, items
