@@ -219,5 +219,5 @@ def is_batched(dataset: Any) -> bool:
 
 def _inputs(dataset: Any) -> list[Any]:
     """The pipelines that a pipeline reads, except the numbers of `enumerate`."""
-    found = getattr(dataset, "_inputs", list)()
+    found: list[Any] = getattr(dataset, "_inputs", list)()
     return [each for each in found if getattr(getattr(each.element_spec, "shape", None), "rank", 1) != 0]
