@@ -36,7 +36,7 @@ class JaxLossStep(LossStep):
         def loss_of(values: Any) -> Any:
             with self.variables_as(values, states) as scope:
                 self.row_weights = weights
-                total, summed = self.summed(self.called_compute_loss(features, labels, items), labels)
+                total, summed = self.summed(self.called_compute_loss(features, labels), labels)
                 return total / items, (summed, self._after(scope, states))
 
         (loss, (summed, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from ..core.update import Update
+from ..errors import ModelError
 from ..keras.data.host_batch import HostBatch, mapped, pad_rows, row_weights
 from ..keras.rng import RandomStreams
 from ..keras.strategy import KerasStrategy, UpdateRules
@@ -33,6 +34,8 @@ class JaxStrategy(KerasStrategy):
         return f"{len(self.devices)} x {name}" if len(self.devices) > 1 else name
 
     def setup_optimizer(self, optimizer: Any) -> Any:
+        if hasattr(optimizer, "dynamic_scale"):
+            raise ModelError("JAXTrainer does not scale the loss, as float16 needs; use bfloat16 (bf16=True)")
         self.optimizer, self.trained = optimizer, list(self.model.trainable_variables)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
@@ -50,13 +53,13 @@ class JaxStrategy(KerasStrategy):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def padded(self, batch: HostBatch, full: int) -> HostBatch:
-        """The batch padded to full size: rows are split evenly, and every shape is compiled."""
-        rows = max(full, batch.padded_rows)
-        return pad_rows(batch, -(-rows // self.replicas) * self.replicas)
+    def padded(self, batch: HostBatch) -> HostBatch:
+        """The batch padded so that all devices get the same number of rows."""
+        return pad_rows(batch, -(-batch.padded_rows // self.replicas) * self.replicas)
 
     def placed(self, batches: list[HostBatch]) -> Any:
-        whole = [(batch.features, batch.labels, row_weights(batch)) for batch in batches]
+        weighed = any(batch.padded_rows > batch.rows for batch in batches)
+        whole = [(batch.features, batch.labels, row_weights(batch) if weighed else None) for batch in batches]
         return mapped(lambda leaf: jax.device_put(leaf, self._by_rows), whole)
 
     @property
@@ -64,7 +67,7 @@ class JaxStrategy(KerasStrategy):
         return int(self._jitted._cache_size())
 
     def run_update(self, update: Update) -> Any:
-        batches = self.placed([self.padded(batch, self.full_rows) for batch in update.batches])
+        batches = self.placed([self.padded(batch) for batch in update.batches])
         numbers = np.array([max(update.total_items or 1, 1), self.learning_rate or 0.0], np.float32)
         states = self._values()
         loss, self._norm, states = self._jitted(states, batches, numbers)
@@ -90,7 +93,7 @@ class JaxStrategy(KerasStrategy):
             found, states = self._loss_and_gradients(trained, states, features, labels, weights, items)
             total = found if total is None else jax.tree.map(jnp.add, total, found)
         loss, summed, gradients = total
-        scale = items / jnp.maximum(summed, 1.0)
+        scale = items / jnp.where(summed > 0, summed, 1.0)
         loss = loss * scale
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(each)) for each in gradients)) * scale
         if self.rules.max_norm:
@@ -100,6 +103,7 @@ class JaxStrategy(KerasStrategy):
                 numbers[1].astype(value.dtype) if variable is self.optimizer._learning_rate else value
                 for variable, value in zip(self.optimizer.variables, slots, strict=True)
             ]
+        scale = scale * (self.optimizer.loss_scale_factor or 1.0)  # the optimizer divides by it
         moved, new_slots = self.optimizer.stateless_apply(slots, [each * scale for each in gradients], trained)
         if self.rules.veto != "continue":
             fine = jnp.isfinite(loss + norm)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
@@ -11,14 +13,18 @@ from ..reporters.base import Row
 from ..reporters.callback import ReporterCallback, reported_names, run_info
 from ..reporters.registry import reporter_callbacks
 from ..reporters.sender import Sender
+from .optim.optimizers import number
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
 
 
+def _is_base(cls: type) -> bool:
+    return f"{cls.__module__.split('.')[0]}.{cls.__name__}" in ("keras.Callback", "tf_keras.Callback")
+
+
 def _is_keras_callback(thing: Any) -> bool:
-    names = {f"{each.__module__.split('.')[0]}.{each.__name__}" for each in type(thing).__mro__}
-    return bool(names & {"keras.Callback", "tf_keras.Callback"})
+    return any(map(_is_base, type(thing).__mro__))
 
 
 def adapted(callback: Any) -> Any:
@@ -46,21 +52,26 @@ class KerasCallbackAdapter(TrainerCallback):
         callback = self.callback
         steps = getattr(kwargs.get("train_dataloader"), "batches", None)
         callback.set_params({"epochs": state.num_train_epochs, "steps": steps, "verbose": 0})
-        if getattr(model, "optimizer", None) is None and hasattr(model, "stop_training"):
-            model.optimizer = kwargs.get("optimizer")  # Keras callbacks read the learning rate there
+        if hasattr(model, "stop_training"):
+            model.optimizer = kwargs.get("optimizer")  # Keras callbacks read and set the learning rate there
         callback.set_model(model)
         model.stop_training = False
-        callback.on_train_begin({})
+        self._schedule = kwargs.get("lr_scheduler")
+        with self._following_rate():
+            callback.on_train_begin({})
 
     def on_epoch_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._update = 0
-        self.callback.on_epoch_begin(int(state.epoch or 0), {})
+        with self._following_rate():
+            self.callback.on_epoch_begin(int(state.epoch or 0), {})
 
     def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.callback.on_train_batch_begin(self._update, {})
+        with self._following_rate("on_train_batch_begin"):
+            self.callback.on_train_batch_begin(self._update, {})
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self.callback.on_train_batch_end(self._update, dict(self._logs))
+        with self._following_rate("on_train_batch_end"):
+            self.callback.on_train_batch_end(self._update, dict(self._logs))
         self._update += 1
         self._maybe_stop(control, kwargs.get("model"))
 
@@ -85,7 +96,8 @@ class KerasCallbackAdapter(TrainerCallback):
 
     def _end_epoch(self, control: Any, model: Any) -> None:
         epoch, self._ended = self._ended, None
-        self.callback.on_epoch_end(epoch, {**self._logs, **self._validation})
+        with self._following_rate():
+            self.callback.on_epoch_end(epoch, {**self._logs, **self._validation})
         self._maybe_stop(control, model)
 
     def on_predict(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -94,6 +106,22 @@ class KerasCallbackAdapter(TrainerCallback):
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.callback.on_train_end(dict(self._logs))
+
+    _schedule: Any = None
+
+    @contextmanager
+    def _following_rate(self, method: str | None = None) -> Iterator[None]:
+        """Train on with the learning rate that the callback sets; `method` is one that most callbacks do not have."""
+        own = method is None or any(method in vars(each) and not _is_base(each) for each in type(self.callback).__mro__)
+        optimizer = getattr(self.callback.model, "optimizer", None)
+        if optimizer is None or not hasattr(self._schedule, "set_rate") or not own:
+            yield
+            return
+        optimizer.learning_rate = self._schedule.get_last_lr()[0]  # the one of the next update
+        before = number(optimizer.learning_rate)
+        yield
+        if (rate := number(optimizer.learning_rate)) != before:
+            self._schedule.set_rate(rate)
 
     def _maybe_stop(self, control: Any, model: Any) -> None:
         if getattr(model, "stop_training", False):

@@ -101,7 +101,7 @@ class KerasEvaluation(KerasPart, Evaluation):
         more = {"return_outputs": True, "training": False}
         if labels is None:
             return self.trainer.run_model(features, None, False)[1]
-        result = self.internals.loss.called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
+        result = self.internals.loss.called_compute_loss(features, labels, **more)
         loss, outputs = _loss_and_outputs(result)
         if outputs is None:  # an override that returns the loss only
             outputs = self.trainer.run_model(features, None, False)[1]
@@ -126,14 +126,13 @@ class KerasEvaluation(KerasPart, Evaluation):
         if self.compiled_prediction is None:
             self.internals.loss.bind_overrides()
             self.compiled_prediction = self._compile_prediction()
-        full = self.args.eval_batch_size
         for batch in batches:
             items = np.float32(max(self.trainer._compute_nb_instances((batch.features, batch.labels)), 1))
-            placed = self.strategy.placed([self.strategy.padded(batch, full)])[0]
+            placed = self.strategy.placed([self.strategy.padded(batch)])[0]
             with plain_errors():
                 outputs, loss, count = self.compiled_prediction(placed, items)
             if loss is not None and count is not None:
-                loss = loss * items / ops.maximum(count, 1.0)
+                loss = loss * items / ops.where(count > 0, count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
             self.callback_handler.fire("on_prediction_step")
             if self.internals.wants_to_leave:

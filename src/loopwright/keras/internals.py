@@ -17,6 +17,8 @@ from ..core.measure.ledger import COMPILING
 from ..core.measure.pacing import Pacing
 from ..core.update import Update
 from ..core.user_code.constructor import make_model
+from ..core.user_code.overrides import is_overridden
+from ..errors import ModelError
 from ..hub.part import HubPart
 from .agreement import KerasAgreement
 from .arguments import POLICIES, KerasTrainingArguments
@@ -31,7 +33,7 @@ from .evaluation import KerasEvaluation
 from .hooks import KerasHooks
 from .loss.compiled_loss import KerasLoss, find_keras_loss
 from .loss.loss_step import LossNote, LossStep
-from .models import ModelInfo, check_policy, is_built, look_at
+from .models import ModelInfo, check_policy, is_built, look_at, methods_of_fit
 from .optim.optimizer_creation import KerasOptim
 from .run import KerasRun
 from .save import KerasSaving
@@ -149,6 +151,7 @@ class KerasInternals(Internals):
         """Inspect the model's inputs and move its variables into the strategy's scope."""
         info = look_at(model)
         check_policy(model, POLICIES[self.args.mixed_precision])
+        self._check_compiled(model, info)
         self.keras_loss = find_keras_loss(model, info.family)
         model = self._placed_model(model, info)
         if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
@@ -158,6 +161,26 @@ class KerasInternals(Internals):
         self.evaluation.compiled_prediction = None
         self.callback_handler.context["model"] = model
         self.loss.bind_overrides()
+
+    def _check_compiled(self, model: Any, info: ModelInfo) -> None:
+        """Raise if the model's own methods for `fit` would be ignored; warn about options that are."""
+        own_loss = any(is_overridden(self.trainer, name) for name in ("run_model", "compute_loss", "training_step"))
+        ignored = [] if info.takes_labels or own_loss else methods_of_fit(model, info.family)
+        if ignored and self.trainer.compute_loss_func is None:
+            raise ModelError(
+                f"{type(model).__name__} overrides {' and '.join(ignored)}, which only fit calls; override "
+                f"compute_loss or run_model of {self.trainer_name} instead, or pass compute_loss_func="
+            )
+        if getattr(model, "_compile_metrics", None) is not None:
+            self.notices.warn_once(
+                "the metrics that the model was compiled with are not computed; pass compute_metrics= instead"
+            )
+        found = None if info.takes_labels else find_keras_loss(model, info.family)
+        if found is not None and found.reductions:
+            self.notices.warn_once(
+                f"the model's loss has reduction={' and '.join(sorted(found.reductions))}, but it is divided by its "
+                "items, so that it does not depend on how an update is split"
+            )
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A fresh model from `model_init`, built in the strategy's scope."""
@@ -185,7 +208,6 @@ class KerasInternals(Internals):
         self._start_state()
         self.optim.prepare()
         self.loss.bind_overrides()
-        self.strategy.full_rows = self.run.plan.batch_size
         self.strategy.prepare(self.loss.micro_gradients, self.rules())
         if checkpoint is not None:
             self.saving.resume(checkpoint)

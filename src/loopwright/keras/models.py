@@ -139,13 +139,30 @@ def is_built(model: Any) -> bool:
 def check_policy(model: Any, policy: str | None) -> None:
     """Raise if half precision is requested but the model was built in float32: its layers would not change."""
     half = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}.get(policy or "")
-    computes = {getattr(layer, "compute_dtype", None) for layer in getattr(model, "layers", ())}
-    computes.add(getattr(model, "compute_dtype", None))
-    if half is not None and half not in computes:
+    if half is not None and half not in compute_dtypes(model):
         raise ModelError(
             f"{half} was requested, but the model was built for float32. Build it inside the scope "
             "(with args.strategy.scope(): model = ...), or pass model_init="
         )
+
+
+def compute_dtypes(model: Any) -> set[str | None]:
+    """The dtypes in which a model and its layers compute."""
+    return {getattr(each, "compute_dtype", None) for each in (model, *getattr(model, "layers", ()))}
+
+
+def methods_of_fit(model: Any, family: Any) -> list[str]:
+    """The methods by which a model changes how `fit` trains it; only `fit` calls them."""
+    if not isinstance(model, family.Model) or callable(getattr(model, "hf_compute_loss", None)):
+        return []
+    names = ("train_step", "compute_loss")
+    packages = tuple(each.__name__ for each in _families())
+    return [name for name in names if _definer(type(model), name).split(".")[0] not in packages]
+
+
+def _definer(cls: type, name: str) -> str:
+    """The module of the class that defines a method."""
+    return next((base.__module__ for base in cls.__mro__ if name in vars(base)), "keras")
 
 
 def variable_name(variable: Any) -> str:

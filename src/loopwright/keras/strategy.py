@@ -42,8 +42,6 @@ class KerasStrategy(OneProcess):
         self.learning_rate: float | None = None
         """Learning rate of the next update; None if the optimizer has its own schedule."""
         self.rules = UpdateRules()
-        self.full_rows = 0
-        """Rows of a micro-batch that is not the last of its epoch."""
         self.trained: list[Any] = []
         """Variables trained by the compiled updates."""
         self._norm: Any = None
@@ -68,8 +66,8 @@ class KerasStrategy(OneProcess):
         """Run the update that `prepare` defined in one compiled call; returns its loss."""
         raise NotImplementedError
 
-    def padded(self, batch: HostBatch, full: int) -> HostBatch:
-        """The batch padded to the rows of the compiled step; `full` is the usual number of rows."""
+    def padded(self, batch: HostBatch) -> HostBatch:
+        """The batch with as many rows as replicas need; more padding would count in BatchNormalization and in means."""
         raise NotImplementedError
 
     def placed(self, batches: list[HostBatch]) -> Any:

@@ -27,7 +27,7 @@ class TFLossStep(LossStep):
         """The gradients of one micro-batch on one replica, divided by the items of the whole update."""
         variables = [raw(variable) for variable in self.model.trainable_variables]
         with tf.GradientTape() as tape:
-            loss = self.called_compute_loss(features, labels, nb_instances_in_global_batch)
+            loss = self.called_compute_loss(features, labels)
             total, items = self.summed(loss, labels)
             total = total / nb_instances_in_global_batch
             scaled = self.trainer.optimizer.scale_loss(total) if self._scales_loss() else total

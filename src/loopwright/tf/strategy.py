@@ -91,7 +91,7 @@ class TFStrategy(KerasStrategy):
         return int(self._compiled.traced if flat else self._compiled.experimental_get_tracing_count())
 
     def run_update(self, update: Update) -> Any:
-        batches = [self.padded(batch, self.full_rows) for batch in update.batches]
+        batches = [self.padded(batch) for batch in update.batches]
         loop = len(batches) > 1 and can_be_stacked(batches)
         given = self.placed(batches, loop=loop)
         numbers = np.array([max(update.total_items or 1, 1), self.learning_rate or 0.0], np.float32)
@@ -99,16 +99,16 @@ class TFStrategy(KerasStrategy):
             loss, self._norm, self._moved = self._compiled(given, numbers, loop)
         return loss
 
-    def padded(self, batch: HostBatch, full: int) -> HostBatch:
-        """The batch padded to at least one row per replica; to full size with XLA, which compiles for each shape."""
-        rows = max(batch.padded_rows, self.replicas, full if self.xla else 0)
+    def padded(self, batch: HostBatch) -> HostBatch:
+        """The batch padded to at least one row per replica."""
+        rows = max(batch.padded_rows, self.replicas)
         if self.world_size > 1:  # all-gather needs equal sizes on all workers
             rows = -(-rows // self.replicas) * self.replicas
         return pad_rows(batch, rows)
 
     def placed(self, batches: list[HostBatch], *, loop: bool = False) -> Any:
         """Features, labels and row weights for the local replicas: per micro-batch, or stacked."""
-        weighed = self.xla or any(batch.padded_rows > batch.rows for batch in batches)
+        weighed = any(batch.padded_rows > batch.rows for batch in batches)
         whole = [(batch.features, batch.labels, row_weights(batch) if weighed else None) for batch in batches]
         if loop:
             stack = stacked(whole)
@@ -181,7 +181,7 @@ class TFStrategy(KerasStrategy):
         """Sum over replicas, divide by the items, clip, step; returns loss, norm and whether the step was applied."""
         if self.spreads:
             gradients, loss, summed = self._all_reduced(gradients, loss, summed)
-        scale = tf.constant(1.0) if summed is None else items / tf.maximum(summed, 1.0)
+        scale = tf.constant(1.0) if summed is None else items / tf.where(summed > 0, summed, 1.0)
         loss = loss * scale
         if self.scales:
             scale = scale / tf.cast(self._loss_scale(), tf.float32)
@@ -246,9 +246,24 @@ class TFStrategy(KerasStrategy):
         if self.is_legacy_optimizer:
             self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
             return
-        # Keras sums the gradients over replicas again, so each replica passes its fraction of the existing sum.
-        parts = [gradient / self.replicas for gradient in gradients] if self.spreads else gradients
-        self.optimizer.apply(parts, self.trained)
+        factor = self.optimizer.loss_scale_factor
+        if factor is not None:  # the optimizer divides by it
+            gradients = [gradient * factor for gradient in gradients]
+        if self.spreads:
+            # Keras clips on each replica and then sums over replicas, but these gradients are the sum already: they
+            # are clipped here, and each replica passes its fraction.
+            gradients = [gradient / self.replicas for gradient in self._clipped_by_optimizer(gradients)]
+        self.optimizer.apply(gradients, self.trained)
+
+    def _clipped_by_optimizer(self, gradients: list[Any]) -> list[Any]:
+        """The gradients, clipped as the optimizer's own options say."""
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if optimizer.gradient_accumulation_steps:  # clips their mean
+            return gradients
+        scale = self._loss_scale() if self.scales else optimizer.loss_scale_factor
+        if scale is None:
+            return list(optimizer._clip_gradients(gradients))
+        return [each * scale for each in optimizer._clip_gradients([each / scale for each in gradients])]
 
     @property
     def is_legacy_optimizer(self) -> bool:

@@ -23,6 +23,9 @@ Finish = Callable[[Any], HostBatch]
 
 Skipping = Callable[[], None] | None
 
+BATCHES = ("keras.PyDataset", "tf_keras.Sequence")
+"""Classes whose items are batches, not samples."""
+
 
 class Source:
     """The batches of a dataset."""
@@ -188,6 +191,11 @@ def check_data(dataset: Any, what: str) -> None:
             f"the {what} dataset is a {type(dataset).__name__}, which can be read only once; pass the function that "
             "creates it, or an object whose iter() starts at the beginning"
         )
+    if any(f"{each.__module__.split('.')[0]}.{each.__name__}" in BATCHES for each in type(dataset).__mro__):
+        raise DataError(
+            f"the {what} dataset is a {type(dataset).__name__}, whose items are batches; pass a dataset of samples, or "
+            "convert it with tf.data.Dataset.from_generator and rebatch"
+        )
     known = is_tf_data(dataset) or is_map_style(dataset) or hasattr(dataset, "__iter__") or callable(dataset)
     if not known:
         raise DataError(f"the {what} dataset is a {type(dataset).__name__}; pass tf.data, arrays, samples or a stream")
@@ -198,12 +206,18 @@ def check_data(dataset: Any, what: str) -> None:
 
 def is_batched(dataset: Any) -> bool:
     """Whether a pipeline is already batched: its last operation that changes elements is a `batch`."""
-    passing = ("Prefetch", "Options", "Take", "Skip", "Cache", "Map", "Repeat", "Shuffle", "Assert", "Filter")
-    while dataset is not None:
-        name = type(dataset).__name__
-        if "Batch" in name and "Unbatch" not in name:
-            return True
-        if not any(part in name for part in passing):
-            return False
-        dataset = getattr(dataset, "_input_dataset", None)
-    return False
+    passing = ("Prefetch", "Options", "Take", "Skip", "Cache", "Map", "Repeat", "Shuffle", "Assert", "Filter",
+               "Zip", "Concatenate", "Shard", "Enumerate", "Snapshot")  # fmt: skip
+    name = type(dataset).__name__
+    if "Batch" in name and "Unbatch" not in name:
+        return True
+    if "FlatMap" in name or not any(part in name for part in passing):
+        return False
+    inputs = _inputs(dataset)
+    return bool(inputs) and all(is_batched(each) for each in inputs)
+
+
+def _inputs(dataset: Any) -> list[Any]:
+    """The pipelines that a pipeline reads, except the numbers of `enumerate`."""
+    found: list[Any] = getattr(dataset, "_inputs", list)()
+    return [each for each in found if getattr(getattr(each.element_spec, "shape", None), "rank", 1) != 0]

@@ -6,57 +6,138 @@ from typing import Any
 
 from keras import ops, tree
 
+from ...errors import ModelError
+from ..data.host_batch import IGNORED, leaves
 from ..models import is_legacy
 
 
 class KerasLoss:
     """A compiled loss without its mean; the trainer divides by the items of the whole update."""
 
-    def __init__(self, family: Any, loss: Any, whole: Any = None) -> None:
-        self._family, self._whole = family, whole
-        self._loss: Any = family.losses.get(loss) if whole is None else None
+    def __init__(self, model: Any, family: Any) -> None:
+        self._model, self._family = model, family
+        self._weights = _loss_weights(model)
+        self._loss: Any = None if _is_nested(model.loss) else as_loss(model.loss, family)
 
     @property
     def from_logits(self) -> bool:
         """Whether the loss expects logits instead of probabilities."""
         return bool(getattr(self._loss, "_fn_kwargs", getattr(self._loss, "__dict__", {})).get("from_logits", False))
 
+    @property
+    def reductions(self) -> set[str]:
+        """The reductions of the losses that are not a mean over items."""
+        losses = [as_loss(each, self._family) for each in leaves(self._model.loss)]
+        return {str(loss.reduction) for loss in losses} & {"sum", "none", "None"}
+
     def __call__(self, model: Any, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
         """Sum and items on this replica, regularisers included."""
-        if self._whole is not None:
+        if self._loss is None or self._weights is not None or _is_nested(outputs):
             total, items = self._of_several_outputs(labels, outputs, weights)
         else:
-            total, items = self._of_one_output(labels, outputs, weights)
-        extra = list(getattr(model, "losses", ()) or ())
-        if extra:  # times the items, so that the division does not change it
-            total = total + sum(ops.cast(each, "float32") for each in extra) * items
-        return total, items
-
-    def _of_one_output(self, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
-        mask = _mask_of(outputs)
-        outputs = ops.cast(outputs, "float32")
-        labels = ops.convert_to_tensor(labels)
-        labels = labels if is_integer(labels) else ops.cast(labels, "float32")
-        function = getattr(self._loss, "call", self._loss)
-        values = function(labels, outputs)
-        masks = [mask, _mask_of(values)]
-        values = ops.cast(values, "float32")
-        counted = ops.ones_like(values)
-        for each in masks:
-            if each is not None and len(each.shape) == len(values.shape):
-                counted *= ops.cast(each, "float32")
-        if weights is not None:
-            counted *= per_row(weights, values)
-        # Ignored values may be NaN.
-        return ops.sum(ops.where(counted > 0, values * counted, 0.0)), ops.sum(counted)
+            total, items = summed_loss(self._loss, labels, outputs, weights, family=self._family)
+        extra = regularization(model)
+        return (total if extra is None else total + extra * items), items
 
     def _of_several_outputs(self, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
-        """The losses of several outputs, weighted and added by Keras: a mean over rows."""
+        """The weighted sum of the losses of all outputs: means over their items, so together a mean over rows."""
         rows = ops.cast(ops.shape(tree.flatten(outputs)[0])[0], "float32")
-        weighed = None if weights is None else tree.map_structure(lambda _: weights, labels)
-        mean = self._whole(labels, outputs, weighed)
         items = rows if weights is None else ops.sum(weights)
-        return ops.cast(mean, "float32") * rows, items
+        if is_legacy(self._family):
+            weighed = None if weights is None else tree.map_structure(lambda _: weights, labels)
+            mean = self._model.compiled_loss(labels, outputs, sample_weight=weighed)
+            return ops.cast(mean, "float32") * rows, items  # a mean over all rows, padding included
+        found = _named(outputs, getattr(self._model, "output_names", None), "outputs")
+        names = list(found)
+        losses = _named(self._loss or self._model.loss, names, "losses")
+        targets = _named(labels, [name for name in names if losses.get(name) is not None], "labels", others=names)
+        factors = {} if self._weights is None else _named(self._weights, names, "loss_weights")
+        total: Any = 0.0
+        for name, loss in losses.items():
+            if loss is None:
+                continue
+            if name not in found or name not in targets:
+                raise ModelError(f"the model was compiled with a loss for {name!r}, but that output has no labels")
+            loss = as_loss(loss, self._family)
+            part, count = summed_loss(loss, targets[name], found[name], weights, family=self._family)
+            total = total + factors.get(name, 1.0) * part / ops.where(count > 0, count, 1.0)
+        return total * items, items
+
+
+def _named(value: Any, names: Any, what: str, others: Any = None) -> dict[Any, Any]:
+    """One value per output, by its name: a dict, a list in the order of the outputs, or one value for all of them."""
+    if isinstance(value, dict):
+        named = dict(value)
+    elif isinstance(value, (list, tuple)):
+        wanted = next((each for each in (names, others) if each and len(each) == len(value)), None)
+        if wanted is None and (names or others) and what != "outputs":
+            raise ModelError(f"the model has {len(others or names)} outputs, but {len(value)} {what} were given")
+        named = dict(zip(wanted or range(len(value)), value, strict=True))
+    else:
+        named = dict.fromkeys(names or ["output"], value)
+    if any(_is_nested(each) for each in named.values()):
+        raise ModelError(f"the model's {what} are nested more than once; pass compute_loss_func=")
+    return named
+
+
+def as_loss(loss: Any, family: Any) -> Any:
+    """The loss object that Keras makes of a name or a function: it gives labels and outputs the same rank."""
+    found = family.losses.get(loss)
+    return found if isinstance(found, family.losses.Loss) else family.losses.MeanSquaredError.__base__(found)
+
+
+def summed_loss(loss: Any, labels: Any, outputs: Any, weights: Any, *, family: Any) -> tuple[Any, Any]:
+    """The sum of the loss of one output over its items, and their number."""
+    mask = _mask_of(outputs)
+    outputs = ops.cast(outputs, "float32")
+    labels = ops.convert_to_tensor(labels)
+    labels = labels if is_integer(labels) else ops.cast(labels, "float32")
+    has_own_reduction = type(loss).__call__ is not family.losses.Loss.__call__
+    function = loss if has_own_reduction else loss.call
+    values, counted = _values_and_counted(function, labels, outputs)
+    masks = [mask, _mask_of(values)]
+    values = ops.cast(values, "float32")
+    if len(values.shape) == 0:  # a mean over the rows
+        rows = ops.cast(ops.shape(outputs)[0], "float32") if weights is None else ops.sum(weights)
+        return values * rows, rows
+    for each in masks:
+        if each is not None and len(each.shape) == len(values.shape):
+            counted *= ops.cast(each, "float32")
+    if weights is not None:
+        counted *= per_row(weights, values)
+    # Ignored values may be NaN.
+    return ops.sum(ops.where(counted > 0, values * counted, 0.0)), ops.sum(counted)
+
+
+def _values_and_counted(function: Any, labels: Any, outputs: Any) -> tuple[Any, Any]:
+    """The values of a loss, and 1 for those that count; integer labels of -100 never do."""
+    if not is_integer(labels):
+        values = function(labels, outputs)
+        return values, ops.ones_like(ops.cast(values, "float32"))
+    is_counted = labels != IGNORED
+    values = function(ops.where(is_counted, labels, ops.zeros_like(labels)), outputs)
+    counted = ops.cast(is_counted, "float32")
+    if len(counted.shape) == len(values.shape) + 1 and counted.shape[-1] == 1:
+        counted = ops.squeeze(counted, axis=-1)
+    if len(counted.shape) != len(values.shape):  # not a value per label
+        values = function(labels, outputs)
+        return values, ops.ones_like(ops.cast(values, "float32"))
+    return values, counted * ops.ones_like(ops.cast(values, "float32"))
+
+
+def regularization(model: Any) -> Any:
+    """The sum of the model's regularizers and `add_loss`; None if it has none."""
+    extra = list(getattr(model, "losses", ()) or ())
+    return sum(ops.cast(each, "float32") for each in extra) if extra else None
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict))
+
+
+def _loss_weights(model: Any) -> Any:
+    compiled = getattr(model, "_compile_loss", None)
+    return getattr(model, "loss_weights", None) or getattr(compiled, "_user_loss_weights", None)
 
 
 def is_integer(value: Any) -> bool:
@@ -83,20 +164,6 @@ def find_keras_loss(model: Any, family: Any) -> KerasLoss | None:
     loss = getattr(model, "loss", None)
     if loss is None or callable(getattr(model, "hf_compute_loss", None)):
         return None
-    several = isinstance(loss, (list, tuple, dict)) or getattr(model, "loss_weights", None)
-    if not several and not isinstance(loss, (str,)) and not callable(loss):
+    if not _is_nested(loss) and not isinstance(loss, str) and not callable(loss):
         return None
-    if not several:
-        return KerasLoss(family, loss)
-    if is_legacy(family):
-        return KerasLoss(family, loss, whole=lambda y, p, w: model.compiled_loss(y, p, sample_weight=w))
-    return KerasLoss(family, loss, whole=_compile_loss(model, family))
-
-
-def _compile_loss(model: Any, family: Any) -> Any:
-    compiled = getattr(model, "_compile_loss", None)
-    weights = getattr(model, "loss_weights", None) or getattr(compiled, "_user_loss_weights", None)
-    from keras.src.trainers.compile_utils import CompileLoss
-
-    whole = CompileLoss(model.loss, weights, output_names=getattr(model, "output_names", None))
-    return lambda y, p, w: whole(y, p, w)
+    return KerasLoss(model, family)

@@ -15,7 +15,7 @@ from ...errors import ModelError
 from ..data.host_batch import IGNORED, count_targets
 from ..models import call_model, loss_and_outputs
 from ..part import KerasPart
-from .compiled_loss import is_integer, per_row
+from .compiled_loss import is_integer, per_row, regularization
 from .smoothing import smoothed
 
 
@@ -89,24 +89,28 @@ class LossStep(KerasPart, LossPart):
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def bind_overrides(self) -> None:
-        """Inspect the user's overrides once."""
+        """Inspect the user's overrides once.
+
+        They get the items of their own micro-batch as `num_items_in_batch`: a sum divided by it is a mean over items,
+        as any other scalar loss.
+        """
         if names_parameter(self.trainer.compute_loss, "inputs"):  # the signature of the PyTorch trainer
             self.called_compute_loss = self._torch_style_compute_loss
         else:
             optional = ("num_items_in_batch", "training", "return_outputs")
             adapted = adapt(self.trainer.compute_loss, *optional)
 
-            def call(features: Any, labels: Any, items: Any, **more: Any) -> Any:
-                return adapted(features, labels, num_items_in_batch=items, **more)
+            def call(features: Any, labels: Any, **more: Any) -> Any:
+                return adapted(features, labels, num_items_in_batch=self._items_in(labels), **more)
 
             self.called_compute_loss = call
 
-    def _torch_style_compute_loss(self, features: Any, labels: Any, items: Any, **more: Any) -> Any:
+    def _torch_style_compute_loss(self, features: Any, labels: Any, **more: Any) -> Any:
         """`compute_loss(model, inputs, return_outputs, num_items_in_batch)` with features and labels in one dict."""
         inputs = dict(features) if isinstance(features, Mapping) else {"features": features}
         inputs.update(labels if isinstance(labels, Mapping) else {} if labels is None else {"labels": labels})
         call = adapt(self.trainer.compute_loss, "num_items_in_batch", "return_outputs", "training")
-        return call(self.model, inputs, num_items_in_batch=items, **more)
+        return call(self.model, inputs, num_items_in_batch=self._items_in(labels), **more)
 
     # ---- sums and items ---------------------------------------------------------------------------------------------
 
@@ -126,13 +130,21 @@ class LossStep(KerasPart, LossPart):
             return ops.cast(loss[0], "float32"), ops.cast(loss[1], "float32")
         loss = ops.cast(loss, "float32")
         if len(loss.shape) == 0 or tuple(loss.shape) == (1,):
+            if self._noted_items is None and self.row_weights is not None:
+                self.internals.notices.warn_once(
+                    "a batch was padded for the replicas, and the loss is one mean that includes the padding; return a "
+                    "loss per example"
+                )
             items = self._items_in(labels) if self._noted_items is None else self._noted_items
             return ops.sum(loss) * items, items
+        counted = ops.ones_like(loss)
+        if hasattr(labels, "shape") and is_integer(labels) and _same_shape(labels, loss):  # a loss per label
+            counted = ops.cast(labels != IGNORED, "float32")
         weights = self.row_weights
-        if weights is None or loss.shape[0] not in (None, weights.shape[0]):
-            return ops.sum(loss), ops.sum(ops.ones_like(loss))
-        counted = per_row(weights, loss) * ops.ones_like(loss)
-        return ops.sum(loss * counted), ops.sum(counted)
+        if weights is not None and loss.shape[0] in (None, weights.shape[0]):
+            counted *= per_row(weights, loss)
+        # Ignored values may be NaN.
+        return ops.sum(ops.where(counted > 0, loss * counted, 0.0)), ops.sum(counted)
 
     def _items_in(self, labels: Any) -> Any:
         """Number of items of a mean over this replica's rows: labels that are not -100, else samples."""
@@ -151,10 +163,19 @@ class LossStep(KerasPart, LossPart):
     def _loss_from(self, outputs: Any, labels: Any, items: Any) -> Any:
         if self.trainer.compute_loss_func is not None:
             function = self.trainer.compute_loss_func
+            if regularization(self.model) is not None:
+                self.internals.notices.warn_once(
+                    "compute_loss_func replaces the model's loss, so its regularizers and add_loss are not added; add "
+                    "sum(model.losses) in the function if you want them"
+                )
             options = {"num_items_in_batch": items} if accepts(function, "num_items_in_batch") else {}
             return function(outputs, labels, **options)
         from_logits = self.internals.keras_loss is None or self.internals.keras_loss.from_logits
-        return smoothed(outputs, labels, self.args.label_smoothing_factor, self.row_weights, from_logits=from_logits)
+        total, items = smoothed(
+            outputs, labels, self.args.label_smoothing_factor, self.row_weights, from_logits=from_logits
+        )
+        extra = regularization(self.model)
+        return (total if extra is None else total + extra * items), items
 
     def micro_gradients(self, *args: Any) -> Any:
         """Gradients, loss and items of one micro-batch, as the strategy takes them."""
@@ -175,3 +196,8 @@ class LossStep(KerasPart, LossPart):
         features, labels = batch
         rows = tree.flatten(features)[0].shape[0]
         return count_targets(labels, int(rows), shifted=self.internals.info.shifts)
+
+
+def _same_shape(labels: Any, loss: Any) -> bool:
+    pairs = zip(labels.shape, loss.shape, strict=False)
+    return len(labels.shape) == len(loss.shape) and all(a == b or None in (a, b) for a, b in pairs)

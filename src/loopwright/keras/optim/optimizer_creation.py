@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ModelError
-from ..models import trainable
+from ..models import compute_dtypes, trainable
 from ..part import KerasPart
-from .optimizers import build_optimizer
+from .optimizers import build_optimizer, number
 from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
 
 
@@ -24,7 +24,8 @@ class KerasOptim(KerasPart):
         self._own_scheduler = self.trainer.lr_scheduler is None
         with self.strategy.scope():
             self.trainer.create_optimizer_and_scheduler(num_training_steps=self.run.plan.max_steps)
-        if self.args.fp16:
+        self._tell_unused_options()
+        if self.args.fp16 or "float16" in compute_dtypes(self.model):
             self.trainer.optimizer = self._with_loss_scale(self.trainer.optimizer)
         self.trainer.optimizer = self.strategy.setup_optimizer(self.trainer.optimizer)
         self.run.schedule_follows_metric = isinstance(self.trainer.lr_scheduler, PlateauRate)
@@ -50,8 +51,23 @@ class KerasOptim(KerasPart):
         if is_keras_schedule(own):
             return KerasRate(self.strategy, own)
         if self._rated is not self.trainer.optimizer:  # later values were set by the schedule
-            self._base_rate, self._rated = float(self.trainer.optimizer.learning_rate), self.trainer.optimizer
+            self._base_rate, self._rated = number(self.trainer.optimizer.learning_rate), self.trainer.optimizer
         return build_rate(self.args, self.strategy, self._base_rate, num_training_steps)
+
+    def _tell_unused_options(self) -> None:
+        """Warn about an optimizer and an averaging that only `fit` would use."""
+        compiled, used = getattr(self.model, "optimizer", None), self.trainer.optimizer
+        default = self.internals.info.family.optimizers.RMSprop
+        if compiled is not None and compiled is not used and not _is_default(compiled, default):
+            self.notices.warn_once(
+                f"the model was compiled with {type(compiled).__name__}, but {type(used).__name__} is used, as optim "
+                "says; pass optimizers=(model.optimizer, None) to train with the compiled one"
+            )
+        if getattr(used, "use_ema", False) and not getattr(used, "ema_overwrite_frequency", None):
+            self.notices.warn_once(
+                "the optimizer has use_ema=True, but its averages are not written into the weights at the end, as fit "
+                "does; call trainer.optimizer.finalize_variable_values(trainer.model.trainable_variables) after train()"
+            )
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
         if hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "loss_scale"):
@@ -68,3 +84,10 @@ class KerasOptim(KerasPart):
 
     def _get_learning_rate(self) -> float:
         return float(self.trainer.lr_scheduler.get_last_lr()[0])
+
+
+def _is_default(optimizer: Any, default: Any) -> bool:
+    """Whether this is the optimizer of a model that was compiled without one."""
+    if type(optimizer) is not default:
+        return False
+    return {**optimizer.get_config(), "name": None} == {**default().get_config(), "name": None}

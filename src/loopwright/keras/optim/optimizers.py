@@ -90,3 +90,10 @@ def _literal(text: str) -> Any:
 def is_decayed(variable: Any) -> bool:
     """Whether weight decay applies to a variable."""
     return UNDECAYED.search(variable_name(variable)) is None
+
+
+def number(value: Any) -> float:
+    """A learning rate as a number; a variable of several replicas has no `float()`."""
+    from keras import ops
+
+    return float(ops.convert_to_numpy(ops.convert_to_tensor(value)))

@@ -24,6 +24,12 @@ class ScheduledRate:
         self.last_epoch += 1
         self._strategy.learning_rate = self.base * self.schedule(self.last_epoch)
 
+    def set_rate(self, rate: float) -> None:
+        """Continue from another learning rate; what follows is scaled with it."""
+        current = self._strategy.learning_rate
+        self.base = self.base * rate / current if current else rate
+        self._strategy.learning_rate = rate
+
     def get_last_lr(self) -> list[float]:
         return [float(self._strategy.learning_rate or 0.0)]
 
