@@ -145,7 +145,8 @@ def test_another_command_starts_over_and_says_how_to_go_on(tmp_path: Path) -> No
 
     killed_then(None, words)
     killed_then(None, [*words[:4], "hf_second"])
-    killed_then("the arguments of train.py differ", [words[0], "--size", "4", *words[3:]])
+    killed_then("its command line differs: '3' -> '4'", [words[0], "--size", "4", *words[3:]])
+    killed_then("its command line differs: nothing -> '--fast'", [*words, "--fast"])
     killed_then("learning_rate: 0.02 -> 0.05", words, learning_rate=0.05)
     killed_then("it was started by train.py", [str(tmp_path / "other.py"), *words[1:]])
     life(folder, KILL, False, words)

@@ -42,7 +42,8 @@ def check_constructor(
     if (model is None) == (model_init is None):
         problems.append("pass exactly one of model and model_init")
     elif model is not None and not isinstance(model, nn.Module):
-        problems.append(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        kind = f"the class {model.__name__}; create it first" if isinstance(model, type) else type(model).__name__
+        problems.append(f"model must be a torch.nn.Module, not {kind}")
     if model_init is not None and any(part is not None for part in optimizers):
         problems.append(
             "optimizers= holds parameters of one model and cannot be combined with model_init; override "

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...args.paths import fixed_folder, is_url
+from ...args.problems import short
 from ...args.secrets import masked_words
 from ...notices import logger
 from ..checkpoint.folder import ARGUMENTS, PROGRESS, STATE
@@ -98,7 +99,16 @@ def _other_start(earlier: CurrentRun, call: int) -> str | None:
         return f" (it was started by {earlier.command[0] if earlier.command else 'an interactive session'})"
     if earlier.command[1:2] != command[1:2]:
         return f" ({command[0]} has changed)"
-    return f" (the arguments of {command[0]} differ)"
+    before, now = _only(earlier.command, command), _only(command, earlier.command)
+    if before == now:  # only the order differs
+        return f" (the arguments of {command[0]} have another order)"
+    return f" (its command line differs: {before} -> {now})"
+
+
+def _only(words: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """The arguments of a command line that the other one does not have."""
+    found = [short(word) for word in words if word not in others]
+    return f"{', '.join(found[:MOST])}{' ...' if len(found) > MOST else ''}" or "nothing"
 
 
 def _other_run(checkpoint: Path, arguments: str, earlier: CurrentRun) -> str | None:

@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from ...args.base import BaseArguments
 from ...args.groups.data import DataArgs
 from ...args.groups.hardware import HardwareArgs
+from ...args.problems import short
 from ...core.order import Order
 from ...core.sampling.packing import Packing
 from ...core.user_code.error_notes import add_note, describe_items
@@ -353,6 +354,11 @@ def check_not_empty(dataset: Any, what: str) -> None:
         raise DataError(
             f"the {what} dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}; pass "
             "one of them, or a list of samples"
+        )
+    if isinstance(dataset, str | bytes):
+        raise DataError(
+            f"the {what} dataset is the text {short(dataset)}; load the data first, for example with "
+            "datasets.load_dataset, and pass the samples"
         )
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise DataError(
