@@ -166,8 +166,6 @@ class Acceleration(TorchPart):
             plan_key=self._plan_key,
             code_key=lambda: code_key(self.trainer, self.model),
             wants_test=lambda batches: self.run.accounting.wants_test(batches),
-            known_shift=loss.known_shift,
-            take_shift=loss.take_shift,
             why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
             recount=lambda update: self.internals.loss.count_update(update),
             user_hook=lambda: hooked_module(self.model) or hooked_parameter(self.model),

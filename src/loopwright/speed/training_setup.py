@@ -75,10 +75,6 @@ class TrainingSetup:
     """Name of a module with a hook of the user; None if there is none."""
     wants_test: Callable[[list[Any]], bool] = lambda batches: False
     """Whether to test the loss on these batches, because they may show more about it than earlier ones."""
-    known_shift: Callable[[], bool | None] = lambda: None
-    """Whether the loss omits the first target of each row, if that follows from a library's code alone; else None."""
-    take_shift: Callable[[bool], None] = lambda shift: None
-    """Takes over what an earlier run with the same code has found about that."""
     recomputes: bool = False
     """Whether the user has already enabled activation recomputation."""
     graph: Callable[[], Any] | None = None

@@ -164,22 +164,6 @@ class LossLearning(TorchPart, LossPart):
             self._report_trouble()
         return self.is_additive()
 
-    def known_shift(self) -> bool | None:
-        """Whether the loss omits the first target of each row, if its code decides that: of a library's sum over items.
-
-        A user's loss is inferred in each run: its form may depend on the data.
-        """
-        accounting = self.run.accounting
-        is_known = accounting.is_trusted and accounting.kind is LossKind.SCALED and not accounting.undecided_shift
-        return accounting.shifts if is_known and not accounting.is_claimed else None
-
-    def take_shift(self, shift: bool) -> None:
-        """Take over what `known_shift` has returned in an earlier run with the same code."""
-        accounting = self.run.accounting
-        if accounting.is_trusted and not accounting.is_claimed and accounting.kind is None:
-            found = {"kind": LossKind.SCALED.name, "shift": shift, "additive": True, "reason": ""}
-            accounting.load_state_dict({**accounting.state_dict(), **found})
-
     def _is_recheck_due(self) -> bool:
         """Whether a custom loss is tested again in this update; uses the updates that are audited for speed.
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...core.checkpoint.schema import any_number, count, flag, maybe, named, number, record, text
+from ...core.checkpoint.schema import any_number, count, maybe, named, number, record, text
 from ...notices import logger
 from ..fused_loss.lazy_logits import HEAD
 from ..layouts.candidates import Layout
@@ -51,9 +51,6 @@ _FORM = record(
         "proved": named(named(any_number)),
         "work": maybe(named(number(0))),
         "memory": maybe(record({"measured_for": text, "estimate": _MEMORY}, others=False)),
-        **dict.fromkeys(("shortest", "longest"), named(count())),
-        "row": count(),
-        "shift": maybe(flag),
     },
     others=False,
 )
@@ -73,13 +70,6 @@ class KeptPlan:
     """The shape of the micro-batch whose work was counted."""
     work: Work | None = None
     memory: MeasuredMemory | None = None
-    shortest: dict[str, int] = field(default_factory=dict)
-    longest: dict[str, int] = field(default_factory=dict)
-    """The lengths of samples, by axis, that were compared."""
-    row: int = 0
-    """The longest row that was compared."""
-    shift: bool | None = None
-    """Whether the loss of a library omits the first target of each row; None if each run has to infer it."""
     code: str = ""
     """The code as it was imported after the comparisons: a forward may import more than there was before."""
 
@@ -93,7 +83,6 @@ class KeptPlan:
         shape: str,
         work: Work | None,
         memory: MeasuredMemory | None = None,
-        shift: bool | None = None,
     ) -> KeptPlan | None:
         """What may be kept of a plan that was proved; None if a later run could not use it.
 
@@ -107,9 +96,7 @@ class KeptPlan:
         names = {plan.layout, *([HEAD] if plan.linear_loss else [])}
         used = [choice for choice in plan.choices if choice.is_on and choice.name in names]
         proved = {choice.name: _of_few(choice.numbers) for choice in used}
-        seen = next(iter(coverage.forms), Seen())  # of a plan without a layout there are none
-        lengths = (dict(seen.shortest), dict(seen.longest), seen.row)
-        return cls(plan.made_for, proved, form, shape, work, memory, *lengths, shift)
+        return cls(plan.made_for, proved, form, shape, work, memory)
 
     @classmethod
     def from_json(cls, content: bytes) -> KeptPlan:
@@ -269,15 +256,15 @@ class KeptDecision(Decision):
         return padded_tokens([batch], part) - part.real_tokens
 
     def _covered(self, reference: Reference, limits: Limits) -> Coverage:
-        """What was compared of this update, and the lengths that an earlier run has compared."""
-        coverage, kept = Coverage(), self._kept
+        """What was compared of this update. Lengths are compared again: code may read values the key does not have.
+
+        Rows are compared as long as those of the whole update, at least by their loss.
+        """
+        coverage = super()._covered(reference, limits)
         if self.layout is not None:
-            assert reference.samples is not None
-            seen = self.prover.seen(self.plan, self.layout, reference.samples, limits)
-            if kept.longest.keys() == kept.shortest.keys() == seen.longest.keys():
-                seen.cover(kept.shortest, kept.longest)
-                seen.row = max(seen.row, kept.row)
-            coverage.add(seen)
+            whole = self.prover.seen(self.plan, self.layout, self.samples, limits)
+            for seen in coverage.forms:
+                seen.row = max(seen.row, whole.row)
         return coverage
 
     def _agreed(self, name: str) -> Proof:

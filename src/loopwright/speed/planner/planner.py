@@ -205,8 +205,7 @@ class Planner:
             return made
         made = self._search(batches, samples, padding, why_collated)
         form, shape, work = form_of(samples), self._regions.shape_of(batches), self._regions.count(batches)
-        shift, memory = self._setup.known_shift(), made.memory
-        kept = KeptPlan.of(made.plan, made.coverage, form=form, shape=shape, work=work, memory=memory, shift=shift)
+        kept = KeptPlan.of(made.plan, made.coverage, form=form, shape=shape, work=work, memory=made.memory)
         self._file.save(kept)
         return made
 
@@ -215,8 +214,6 @@ class Planner:
         earlier = self._file.earlier
         if earlier is not None and earlier.work is not None:
             self._regions.earlier = (earlier.shape, earlier.work)
-        if earlier is not None and earlier.shift is not None and earlier.form == form_of(samples):
-            self._setup.take_shift(earlier.shift)
         if self._regions.recalls(batches):
             self._prepare_compiler(batches, samples)
 
