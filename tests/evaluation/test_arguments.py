@@ -279,6 +279,16 @@ def test_data_without_labels_can_be_predicted(metrics: Any, tmp_path: Any) -> No
     np.testing.assert_array_equal(output.predictions[0], trainer.predict(points(10)).predictions[0])
 
 
+@pytest.mark.parametrize("metrics", [None, accuracy])
+def test_an_evaluation_without_labels_says_that_it_shows_nothing(metrics: Any, tmp_path: Any) -> None:
+    trainer = make(tmp_path, eval_dataset=points(labelled=False), compute_metrics=metrics)
+    trainer.predict(points(labelled=False))
+    assert not trainer._loopwright.notices.told
+    assert set(trainer.evaluate()) == {"epoch", *(f"eval_{name}" for name in UNTRAINED)}
+    [told] = trainer._loopwright.notices.told
+    assert "neither a loss nor metrics" in told and "label_names" in told
+
+
 def test_a_metrics_function_must_be_able_to_collect(tmp_path: Any) -> None:
     with pytest.raises((ArgumentsError, TypeError), match="compute_result"):
         make(tmp_path, compute_metrics=lambda prediction: {}, batch_eval_metrics=True).evaluate(points())

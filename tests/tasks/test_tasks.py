@@ -275,7 +275,7 @@ def test_a_held_out_part_depends_on_the_seed_only(folder: Path) -> None:
     assert key == [tuple(sample["features"]) for sample in second] != [tuple(sample["features"]) for sample in other]
 
 
-UNSEEN = "1 of the classes of the validation data do not occur in the training data"
+UNSEEN = "1 of the classes of the validation data does not occur in the training data"
 
 
 @pytest.mark.parametrize(

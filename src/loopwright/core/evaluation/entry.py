@@ -78,6 +78,11 @@ class Evaluation(Part):
             except Exception as error:  # anything that the user's code raises; re-raised with a note
                 add_note_of_call(error, description.lower(), self.internals.moment())
                 raise
+        if not self._wants_predictions and not output.metrics.keys() - {f"{prefix}_{PREPARATION}"}:
+            self.internals.notices.warn_once(
+                "the evaluation has neither a loss nor metrics, because its batches have no labels: add labels to the "
+                "data, or name their columns by label_names"
+            )
         started += output.metrics.get(f"{prefix}_{PREPARATION}", 0.0)
         batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))

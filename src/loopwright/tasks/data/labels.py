@@ -81,7 +81,8 @@ def unseen_classes(trained: Iterable[str], validated: Mapping[str, int], source:
         return []
     listed = ", ".join(f"{name!r} ({count:,})" for name, count in list(unseen.items())[:MOST_NAMED])
     more = f" and {len(unseen) - MOST_NAMED:,} more" if len(unseen) > MOST_NAMED else ""
-    problem = f"{source}: {len(unseen):,} of the classes of the validation data do not occur in the training data"
+    verb = "does" if len(unseen) == 1 else "do"
+    problem = f"{source}: {len(unseen):,} of the classes of the validation data {verb} not occur in the training data"
     return [f"{problem}, so the model cannot learn them: {listed}{more}; add training samples of them, or remove them"]
 
 
