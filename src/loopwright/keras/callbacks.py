@@ -13,7 +13,6 @@ from ..reporters.base import Row
 from ..reporters.callback import ReporterCallback, reported_names, run_info
 from ..reporters.registry import reporter_callbacks
 from ..reporters.sender import Sender
-from .optim.optimizers import number
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -117,6 +116,8 @@ class KerasCallbackAdapter(TrainerCallback):
         if optimizer is None or not hasattr(self._schedule, "set_rate") or not own:
             yield
             return
+        from .optim.optimizers import number  # imports Keras, which reporters do not need
+
         optimizer.learning_rate = self._schedule.get_last_lr()[0]  # the one of the next update
         before = number(optimizer.learning_rate)
         yield
