@@ -254,6 +254,13 @@ def test_images_are_cut_where_each_sample_is_seen_to_have_one() -> None:
     assert BatchSplitter(image_token=9).why_whole(two_and_none) is not None
 
 
+def test_a_batch_is_cut_by_samples_if_the_first_of_the_data_holds_nan() -> None:
+    rows = torch.tensor([[float("nan"), 1.0], [2.0, 3.0]])
+    batches = tuple({"x": rows[part], "labels": torch.zeros(len(rows[part]))} for part in ([0], [1], [0, 1]))
+    splitter = BatchSplitter(two_samples=lambda: batches)
+    assert splitter.why_whole({"x": torch.ones(2, 2), "labels": torch.ones(2)}) is None
+
+
 def test_pictures_without_text_go_by_samples() -> None:
     batch = {"pixel_values": torch.zeros(4, 3, 2, 2), "labels": torch.zeros(4, dtype=torch.long)}
     assert [len(piece["pixel_values"]) for piece in split_all([batch], 2)] == [2, 2]
