@@ -24,7 +24,6 @@ from .balancing import BalancedSampler
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters, takes_anything
 from .loaders import (
     announce_epoch,
-    batches_of,
     build_loader,
     check_not_empty,
     check_stream_order,
@@ -37,6 +36,7 @@ from .prepared import whole_loader
 from .sampling import Sampling
 from .shard import Share, batches_of_all, draw_order, is_shared, share_loader, share_stream, whole_dataset, whole_length
 from .streams import StreamPosition, has_met_end, load_stream_state, own_generators, replay, stream_state
+from .unrecorded import batches_of
 from .workers import stop_workers, workers_end_with_errors
 
 
