@@ -108,7 +108,7 @@ def test_an_interrupted_run_goes_on_by_the_same_command(name: str, tmp_path: Pat
 def test_an_ended_run_does_not_go_on(tmp_path: Path) -> None:
     began(tmp_path)
     step, text = began(tmp_path)
-    assert step == 0 and "interrupted" not in text and "earlier run" in "".join(text)
+    assert step == 0 and "interrupted" not in text and "of a finished run" in "".join(text)
 
 
 def test_a_failed_run_does_not_go_on_and_the_start_says_how(tmp_path: Path) -> None:

@@ -145,8 +145,9 @@ def test_a_fresh_run_sees_no_other_checkpoints_and_says_which_there_are(place: s
     trainer = trainer_of(place, Interfering("on_step_end", 1, look), **SAVED)
     trainer.train()
     assert seen == [(None, {})]
-    (text,) = [each for each in trainer._loopwright.notices.told if "earlier run" in each]
-    assert f"4 checkpoints of an earlier run ({older}, steps 3, 6, 9, 12)" in text and "by its path" in text
+    (text,) = [each for each in trainer._loopwright.notices.told if "checkpoints of" in each]
+    assert f"4 checkpoints of a finished run ({older}, steps 3, 6, 9, 12): this run starts over" in text
+    assert "by its path" in text
 
 
 def test_rotation_leaves_an_older_run_alone(place: str) -> None:

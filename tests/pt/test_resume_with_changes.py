@@ -64,7 +64,7 @@ def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoint(tmp_path: Path, cap
         "checkpoint-4",
         "checkpoint-5",
     ]
-    assert "holds 2 checkpoints of an earlier run" in caplog.text and "steps 5, 10)" in caplog.text
+    assert "holds 2 checkpoints of a finished run" in caplog.text and "steps 5, 10)" in caplog.text
 
 
 def test_patience_given_on_resume_counts(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ def may_continue(config: Config) -> bool | None:
     if not changed:
         return None
     listed = ", ".join(f"{key}: {short(before[key])} -> {short(now[key])}" for key in changed[:MOST])
+    has_saved = any(Path(working_folder(config.args.output_dir)).glob("checkpoint-*"))
+    advice = '. Set resume_from_checkpoint="auto" to resume it anyway' if has_saved else ""
     logger.warning(
-        f"{config.args.output_dir}: the last run had another configuration ({listed}); this run starts over. Set "
-        'resume_from_checkpoint="auto" to resume it anyway'
+        f"{config.args.output_dir}: the last run had another configuration ({listed}); this run starts over{advice}"
     )
     return False
 

@@ -12,7 +12,7 @@ from ...args.problems import short
 from ...errors import CheckpointError, LoopwrightError, OutputError, OwnerError
 from ...notices import logger
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.ownership.run_id import RUNNING, CurrentRun, new_id, read_current
+from ..checkpoint.ownership.run_id import FINISHED, RUNNING, CurrentRun, new_id, read_current
 from ..shutdown.interruption import is_interactive
 from ..shutdown.signals import Interrupted
 from .continuation import count_call, interrupted_checkpoint, own_command
@@ -149,8 +149,12 @@ def _tell_others(internals: Internals, *, is_fresh: bool) -> None:
     count = sum(map(len, others.values()))
     runs = "; ".join(f"{run or 'without id'}, {_shown(steps)}" for run, steps in others.items())
     word = "checkpoint" if count == 1 else "checkpoints"
+    before = internals.run.before
+    has_finished = before is not None and before.status == FINISHED and set(others) == {before.run}
+    earlier = "a finished run" if has_finished else "an earlier run"
+    begins = "this run starts over; they are " if is_fresh else ""
     text = (
-        f"{internals.args.output_dir} holds {count} {word} of an earlier run ({runs}): left in place until this run "
+        f"{internals.args.output_dir} holds {count} {word} of {earlier} ({runs}): {begins}left in place until this run "
         "saves the same step; resume one by its path"
     )
     if is_fresh:
