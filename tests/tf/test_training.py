@@ -118,7 +118,7 @@ def test_a_run_starts_anew_unless_it_is_asked_to_resume(tmp_path: Any, caplog: A
     second = trainer(tmp_path, **options)
     second.train()
     assert logged(second, "loss") == logged(first, "loss")
-    assert "holds 2 checkpoints of an earlier run" in caplog.text
+    assert "holds 2 checkpoints of a finished run" in caplog.text
     from safetensors.numpy import load_file
 
     assert len(load_file(str(tmp_path / "checkpoint-2" / "model.safetensors"))) == 4
