@@ -36,7 +36,8 @@ class Updating(LoopActions):
             if self.args.gradient_accumulation_steps != self.run.asked_accumulation:
                 self.changes.follow_accumulation()
             self.changes.follow_overrides()
-            if self.may_be_undone():
+            # Before the first update of an epoch, opening the data has taken one: it has drawn random numbers since.
+            if self.may_be_undone() and (has_batches or self.run.snapshot is None):
                 self.run.snapshot = self.strategy.snapshot()
             update = self._make_update(self._next_batches(batches))
             if update is None:
