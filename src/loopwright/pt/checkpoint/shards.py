@@ -309,10 +309,10 @@ class SlotReader:
 def sharded_slots(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """An optimizer's state dict of full tensors, with those of sharded parameters as this rank's shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    slots = {
-        index: {name: sharded_like(value, parameters[index]) for name, value in each.items()}
-        for index, each in state["state"].items()
-    }
+    slots = dict(state["state"])  # an optimizer may also have states under keys of its own
+    for index, parameter in enumerate(parameters):
+        if is_distributed(parameter) and index in slots:
+            slots[index] = {name: sharded_like(value, parameter) for name, value in slots[index].items()}
     return {**state, "state": slots}
 
 
