@@ -1,9 +1,10 @@
-"""Where the time before full speed goes: the stacks of the main thread, sampled from the start of `train()`.
+"""Where the time before full speed and the peak memory go: stacks of the main thread, sampled from `train()` on.
 
     python benchmarks/ready.py sft-64 [--updates 3] [--cache FOLDER] [--tiny]
 
-Prints the functions of loopwright as a tree with the seconds spent in each, and the end of every update. Without
-`--cache` nothing was compiled before; a second run with the same folder shows a warm start.
+Prints the functions of loopwright as a tree with the seconds spent in each, the end of every update, and on a GPU every
+new peak of its memory with the function that ran then. Without `--cache` nothing was compiled before; a second run with
+the same folder shows a warm start.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,10 @@ from processes import HERE, environment
 
 INTERVAL = 0.01
 LEAST_SECONDS = 0.1
+LEAST_GIB = 0.05
+"""By how much a peak must exceed the one before to be shown."""
+INNERMOST = 6
+"""Functions of a stack that are shown for a peak."""
 OURS = f"{os.sep}loopwright{os.sep}"
 
 
@@ -45,18 +51,36 @@ class Node:
         return found
 
 
+@dataclass
+class Peaks:
+    """New peaks of a device's memory, with the functions that ran when they were seen."""
+
+    peak_gib: Callable[[], float | None]
+    lines: list[str] = field(default_factory=list)
+    _highest: float = 0.0
+    _began: float = field(default_factory=time.perf_counter)
+
+    def look(self, names: list[str]) -> None:
+        now = self.peak_gib()
+        if now is not None and now >= self._highest + LEAST_GIB:
+            self._highest = now
+            seconds = time.perf_counter() - self._began
+            self.lines.append(f"{now:7.2f}  after {seconds:5.1f} s  {' > '.join(names[-INNERMOST:])}")
+
+
 class Sampler(threading.Thread):
     """Adds the stack of a thread to a tree, a hundred times per second."""
 
-    def __init__(self) -> None:
+    def __init__(self, peak_gib: Callable[[], float | None]) -> None:
         super().__init__(daemon=True)
-        self.tree, self._of, self._ended = Node(), threading.get_ident(), threading.Event()
+        self.tree, self.peaks, self._of, self._ended = Node(), Peaks(peak_gib), threading.get_ident(), threading.Event()
 
     def run(self) -> None:
         last = time.perf_counter()
         while not self._ended.wait(INTERVAL):
             names, now = names_in(sys._current_frames().get(self._of)), time.perf_counter()
             self.tree.add(names, now - last)
+            self.peaks.look(names)
             last = now
 
     def stop(self) -> None:
@@ -96,7 +120,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     from everyday import PLANS
     from trainers import with_loopwright
-    from watch import Watch
+    from watch import Watch, peak_gib
     from workloads import WORKLOADS
 
     device = "cpu" if options.tiny else PLANS[options.task].device or "cuda"
@@ -111,13 +135,15 @@ def measure(options: argparse.Namespace) -> None:
     watch = Ends(device, warmup=1, updates=options.updates - 1)
     task = WORKLOADS[options.task](watch, options.tiny)
     task.bf16 = task.bf16 and device == "cuda"
-    sampler, started = Sampler(), time.perf_counter()
+    sampler, started = Sampler(lambda: peak_gib(device)), time.perf_counter()
     sampler.start()
     found = with_loopwright(task, max_steps=options.planned)
     sampler.stop()
     print(f"{options.task}: model built after {watch.begun - started:.1f} s")
     print("seconds from train() to the end of each update:", [round(each - watch.begun, 2) for each in ends])
     print(*sampler.tree.lines(), sep="\n")
+    if sampler.peaks.lines:
+        print("peak memory, GiB:", *sampler.peaks.lines, sep="\n")
     print(found.get("note"))
 
 
