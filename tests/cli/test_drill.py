@@ -135,7 +135,7 @@ def test_survival_is_finishing_in_time_with_little_lost_and_equal_weights(name, 
         ("raise", [attempt(0, 0, 30, end=DONE)], "no"),
         ("skip", [attempt(0, 0, 30, end={"model": "x"})], "yes"),
         ("skip", [attempt(0, 0, 30, end={"model": "x", "finite": False})], "no"),
-        ("continue", [attempt(0, 0, 30, end={"model": "x", "finite": False})], "as asked"),
+        ("continue", [attempt(0, 0, 30, end={"model": "x", "finite": False})], "as requested"),
     ],
 )
 def test_what_surviving_a_nan_means_is_what_on_nonfinite_says(policy, attempts, survived):

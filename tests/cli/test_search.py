@@ -153,4 +153,4 @@ def test_a_search_with_another_configuration_or_metric_is_not_continued(
     assert f"best trial: run-{best}, eval_r2 {found[best]}" in capfd.readouterr().out
     for path in (task_written(tmp_path, "r2", max_steps=4), task_written(tmp_path, "eval_accuracy")):
         assert main(["search", str(path), "--no-measure"]) == 2
-        assert "is of a search with a different arguments" in capfd.readouterr().err
+        assert "belongs to a search that differs in arguments" in capfd.readouterr().err

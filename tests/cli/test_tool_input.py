@@ -124,7 +124,7 @@ def test_a_failure_after_the_beginning_is_code_1(tmp_path: Path, capfd: pytest.C
         (["train", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["init"], "loopwright init needs a task"),
         (["init", "chta"], "'chta' is not a task; did you mean 'chat'?"),
-        (["init", "chat", "extra"], "'extra' is one word too many"),
+        (["init", "chat", "extra"], "unexpected argument 'extra'"),
         (["init", "chat", "--jsn"], "has no option '--jsn'; did you mean '--json'?"),
         (["schema", "lerning_rate"], "there is no key 'lerning_rate'; did you mean 'learning_rate'?"),
         (["schema", "data.train"], "inside a block; `loopwright schema data` shows all its keys"),

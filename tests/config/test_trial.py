@@ -249,4 +249,4 @@ def test_the_time_of_a_busy_machine_is_said_to_be_one(load: float | None, is_sai
         "sample": None,
         "problems": [],
     }
-    assert ("other programs use this machine (3.2 want each processor)" in text_of(report)) is is_said
+    assert ("other programs use this machine (3.2 running for each processor)" in text_of(report)) is is_said

@@ -36,7 +36,7 @@ def view(folder: Path, *, status: str = "finished", **seconds: float) -> RunView
         ),
         ({"updates": 50, "compiling": 50}, "50% of the time was spent on compiling"),
         ({"updates": 50, "proving": 50}, "50% of the time was spent on proving"),
-        ({"updates": 97, "data_wait": 3}, "Nothing to mend: 97% of the time went into updates; the loss went from"),
+        ({"updates": 97, "data_wait": 3}, "No problem found: 97% of the time went into updates; the loss went from"),
     ],
 )
 def test_the_largest_part_comes_first(tmp_path: Path, seconds: dict[str, float], expected: str) -> None:
@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_is_reported(tmp_path: Path, name: str, value: 
     assert verdict(found)[0].startswith(f"{name} is {value} since step 110: lower learning_rate")
     assert found.latest(name) == value and [mark["step"] for mark in found.metrics.marks] == [110]
     found.metrics.add({"step": 130, name: 0.5})
-    assert found.latest(name) == 0.5 and verdict(found)[0].startswith("Nothing to mend")
+    assert found.latest(name) == 0.5 and verdict(found)[0].startswith("No problem found")
 
 
 def test_a_loss_that_rises_is_reported(tmp_path: Path) -> None:

@@ -105,5 +105,5 @@ def test_unknown_options_are_named(tmp_path: Path) -> None:
 
 def test_another_space_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     toy(tmp_path).search(space, "optuna", n_trials=1, in_process=True)
-    with pytest.raises(ArgumentsError, match="a different space"):
+    with pytest.raises(ArgumentsError, match="differs in space"):
         toy(tmp_path).search({"learning_rate": [0.1]}, "optuna", n_trials=2, in_process=True)

@@ -197,9 +197,9 @@ def test_a_model_for_each_trial_is_needed(tmp_path: Path) -> None:
 
 def test_a_study_of_another_search_is_refused(tmp_path: Path) -> None:
     toy(tmp_path).search(n_trials=1, in_process=True)
-    with pytest.raises(ArgumentsError, match="a different space; choose another output_dir, or delete it"):
+    with pytest.raises(ArgumentsError, match="differs in space; choose another output_dir, or delete it"):
         toy(tmp_path).search({"learning_rate": [0.1]}, n_trials=2, in_process=True)
-    with pytest.raises(ArgumentsError, match="a different arguments"):
+    with pytest.raises(ArgumentsError, match="differs in arguments"):
         toy(tmp_path, max_steps=8).search(n_trials=2, in_process=True)
     with pytest.raises(ArgumentsError, match="backend='random'"):
         toy(tmp_path).search(LEARNING_RATES, "asha", n_trials=2, in_process=True)

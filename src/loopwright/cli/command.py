@@ -147,7 +147,7 @@ def _read(usage: Usage, words: list[str], found: Words) -> None:
             more = f"see `loopwright {usage.command} --help`"
             raise ArgumentsError(advised(problem, name, [*known, "--json"], more))
         elif len(found.positional) == usage.most:
-            raise ArgumentsError(f"{word!r} is one word too many; see `loopwright {usage.command} --help`")
+            raise ArgumentsError(f"unexpected argument {word!r}; see `loopwright {usage.command} --help`")
         else:
             found.positional.append(word)
 

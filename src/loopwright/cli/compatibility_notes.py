@@ -13,11 +13,11 @@ BETTER: dict[str, dict[str, str]] = {
         "enable_jit_checkpoint": "SIGTERM saves the last finished step and exits with 75",
         "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first step",
         "push_to_hub": "one commit for each push, no pickles, errors are raised at the end",
-        "hub_strategy": "a push under way is waited for; `last-checkpoint` resumes by `hf://owner/name/last-checkpoint`",
+        "hub_strategy": "the end of a run waits for pushes; `last-checkpoint` resumes by `hf://owner/name/last-checkpoint`",
         "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` repeats no sample",
     },
     "method": {
-        "train": "exact resume; errors of your code end with a line on what was given to it",
+        "train": "exact resume; errors of your code end with a line that shows its inputs",
         "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
         "compute_loss": "may return the mean, or `(sum, count)`, and values by name that are logged",
         "save_model": "also to a URL",

@@ -85,7 +85,7 @@ def _training(internals: Internals, base: str | None) -> dict[str, Any]:
     if sizes is not None:
         found["parameters"] = f"{sizes[1]:,}, {sizes[0]:,} of them trained"
     if base:
-        found["begun with the weights of"] = base
+        found["initial weights from"] = base
     if run.planned_updates is not None:
         found["steps"] = f"{state.global_step:,} of {run.planned_updates:,}"
         found["samples per step"] = f"{run.plan.total_batch_size:,}"

@@ -134,4 +134,4 @@ def _healthy(run: RunView) -> str:
     if run.wall < ENOUGH_SECONDS:
         state = "finished" if run.status == FINISHED else "too short to judge"
         return f"{'The run is ' + state if state != 'finished' else 'The run has finished'}{change}."
-    return f"Nothing to mend: {run.seconds[UPDATES] / run.wall:.0%} of the time went into updates{change}."
+    return f"No problem found: {run.seconds[UPDATES] / run.wall:.0%} of the time went into updates{change}."

@@ -45,7 +45,7 @@ class ReportWriter:
         if beside is None or beside.end():
             self.write()
         else:
-            logger.warning(f"{self.folder / FILE}: the last writing takes long, so the end of the run is not in it")
+            logger.warning(f"{self.folder / FILE}: it takes too long to write, so the end of the run is missing in it")
 
     def write(self, *, with_page: bool = True) -> float:
         """Write the data, and the page if requested or due; returns the seconds of computing it took."""

@@ -134,7 +134,7 @@ class BaseSearch:
         changed = [name for name, text in now.items() if name in earlier and earlier[name] != text]
         if changed:
             raise ArgumentsError(
-                f"{place} is of a search with a different {' and '.join(changed)}; choose another output_dir, or "
+                f"{place} belongs to a search that differs in {' and '.join(changed)}; choose another output_dir, or "
                 "delete it to search from the beginning"
             )
 

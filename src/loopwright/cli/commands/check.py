@@ -186,7 +186,7 @@ def text_of(report: dict[str, Any]) -> str:
     ]
     if (report["load"] or 0.0) > BUSY:
         lines.append(
-            f"other programs use this machine ({report['load']:.1f} want each processor); a run alone is faster"
+            f"other programs use this machine ({report['load']:.1f} running for each processor); a run alone is faster"
         )
     if report["metrics"]:
         shown = [f"{name} {value:.4g}" for name, value in report["metrics"].items() if isinstance(value, float)]

@@ -228,7 +228,7 @@ def _all_rows(drill: Drill, names: list[str]) -> list[VerdictRow]:
 
 def _end(drill: Drill, rows: list[VerdictRow], options: argparse.Namespace) -> int:
     failed = [row.name for row in rows if row.survived == "no"]
-    asked = [row.name for row in rows if row.survived == "as asked"]
+    asked = [row.name for row in rows if row.survived == "as requested"]
     keeps = bool(failed) or drill.keep
     if not keeps:
         shutil.rmtree(drill.home, ignore_errors=True)

@@ -100,7 +100,7 @@ class VerdictRow:
     name: str
     happened: str
     survived: str
-    """yes, no, or as asked: the arguments request what happened, and the weights are affected."""
+    """yes, no, or as requested: the arguments request what happened, and the weights are affected."""
     lost: int | None = None
     same: str = "-"
     """Whether the weights equal those of the run without faults: yes, no, or - where that is not expected."""
@@ -190,7 +190,7 @@ def _judge_nan(row: VerdictRow, policy: str | None, first: Attempt) -> None:
     elif policy == "skip":
         row.trouble.append("on_nonfinite='skip', but the weights are NaN now")
     else:
-        row.survived = "as asked"
+        row.survived = "as requested"
         row.happened += f"; on_nonfinite={policy!r}, so the weights became NaN: set it to 'raise' or 'skip'"
 
 

@@ -66,7 +66,7 @@ def _take_folder(internals: Internals) -> None:
     if saves and strategy.rank != 0 and problem is None:
         _, problem = _taken(internals, token)
     if strategy.any_rank(problem is not None):
-        raise problem or OwnerError(f"{internals.args.output_dir} is in use on another node; its rank shows by whom")
+        raise problem or OwnerError(f"{internals.args.output_dir} is in use on another node, whose rank names the run")
 
 
 def _taken(internals: Internals, token: str | None) -> tuple[str | None, OwnerError | None]:

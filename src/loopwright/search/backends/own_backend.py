@@ -116,8 +116,8 @@ class OwnSearch:
             return
         if self.journal.head.get("backend") != head["backend"]:
             raise ArgumentsError(
-                f"{self.journal.path} is of a search with backend={self.journal.head.get('backend')!r}; choose another "
-                "output_dir, or delete it to search from the beginning"
+                f"{self.journal.path} belongs to a search with backend={self.journal.head.get('backend')!r}; choose "
+                "another output_dir, or delete it to search from the beginning"
             )
         self.search.check_fingerprint(self.journal.head, str(self.journal.path))
         logger.warning(f"continuing the search in {self.search.folder}: {len(self.journal.entries)} trials have begun")
