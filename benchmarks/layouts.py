@@ -1,12 +1,13 @@
 """What padding costs on a CPU: a tiny Llama and a tiny BERT on mixed lengths, 32 samples per update, fp32.
 
     python benchmarks/layouts.py [--cases llama-8x4 ...] [--arms ours transformers ...] [--rounds 3] [--cpu-time]
-                                 [--json FILE]
+                                 [--bf16] [--json FILE]
 
 Arms take turns in every round, each in a process of its own, and the ratio of a round is taken within it: on a busy
 machine only ratios mean something. With `--cpu-time` seconds are those of the arm's own threads, which other processes
-disturb least. Losses have to be transformers' to 1e-5. Lengths have the shape of the mixed set
-(log-normal, sigma 1) at an eighth of its size, so that the share of padding is the same and a run takes seconds.
+disturb least. Losses have to be transformers' to 1e-5, with `--bf16` (autocast) to 5e-3. Lengths have the shape of
+the mixed set (log-normal, sigma 1) at an eighth of its size, so that the share of padding is the same and a run takes
+seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SAMPLES_PER_UPDATE = 32
 TIMED, WARMUP = 4, 1
 SHOWN = (SAMPLES, TOKENS, *COLUMNS[2:4])
 CLOCKS = {False: time.perf_counter, True: time.process_time}
-TOLERANCE = Tolerance(each=1e-5)
+TOLERANCES = {False: Tolerance(each=1e-5), True: Tolerance(each=5e-3)}
 TARGETS = [Target("3.5 x transformers' samples/s", "samples_per_s", 3.5, "transformers")]
 
 
@@ -74,7 +75,7 @@ def work(case: str, arm: str, options: argparse.Namespace) -> Result:
         watch=Watch("cpu", warmup=options.warmup, updates=options.updates, clock=CLOCKS[options.cpu_time]),
         micro=micro,
         accumulation=accumulation,
-        bf16=False,
+        bf16=options.bf16,
         counts_items=model == "llama",
         grouped_updates=4 * options.updates,  # its sampler sorts a quarter of them: as many as are timed
     )
@@ -126,7 +127,7 @@ def measure(options: argparse.Namespace, words: list[str]) -> Result:
             content = {**worker.ask({"case": None}, options.timeout).get("described", {}), **content}
         for case in options.cases:
             results = take_turns(case, workers, options.rounds, options.timeout)
-            judge(results, TOLERANCE)
+            judge(results, TOLERANCES[options.bf16])
             verdicts = [target.verdict(results) for target in TARGETS]
             content["cases"][case], content["targets"][case] = results, verdicts
             print(f"\n{case}\n{table(results, SHOWN, 'samples_per_s')}", flush=True)
@@ -139,8 +140,9 @@ def measure(options: argparse.Namespace, words: list[str]) -> Result:
 
 
 def about(options: argparse.Namespace) -> Result:
+    precision = "fp32 + bf16 autocast" if options.bf16 else "fp32"
     return {
-        "models": f"{LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}, dropout 0, fp32",
+        "models": f"{LAYERS} layers of {WIDTH}, vocabulary {VOCABULARY}, dropout 0, {precision}",
         "samples per update": SAMPLES_PER_UPDATE,
         "lengths": asdict(MIXED_EIGHTH),
         "seconds": "CPU time of the arm's process" if options.cpu_time else "wall time",
@@ -155,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=TIMED, help="timed updates of each run")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="updates before them, which also prove and plan")
     parser.add_argument("--cpu-time", action="store_true", help="time of the arm's own threads instead of the wall's")
+    parser.add_argument("--bf16", action="store_true", help="bf16 autocast in every arm")
     parser.add_argument("--threads", type=int, default=1, help="of every arm; one depends least on the other load")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a run is given up")
     parser.add_argument("--json", type=Path, help="where the numbers go; benchmarks/results/ if not said")

@@ -96,6 +96,27 @@ def test_scores_that_no_token_sees_are_hardly_computed(
     assert sum(scores) <= share * 512**2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("lengths", "causal", "softcap"), [(LENGTHS, False, None), ([FEWEST], True, None), (LENGTHS, True, 5.0)]
+)
+def test_half_precision_is_computed_in_single_precision_on_a_cpu(
+    dtype: torch.dtype, lengths: list[int], causal: bool, softcap: float | None
+) -> None:
+    """torch's kernel takes up to seven times longer in half precision, and autocast would choose it again."""
+    torch.manual_seed(0)
+    documents = as_mask(borders_of(np.array(lengths)), max(lengths))
+    ask = AttentionRequest(causal, None, softcap, 0.0, None)
+    q, k, v = (torch.randn(1, heads, sum(lengths), 8).to(dtype) for heads in (4, 2, 2))
+    results = []
+    for inputs in ([q, k, v], [q.float(), k.float(), v.float()]):
+        inputs = [each.requires_grad_() for each in inputs]
+        with torch.autocast("cpu", dtype, enabled=inputs[0] is q):
+            output = one_by_one(*inputs, documents, ask)
+        results.append([output, *torch.autograd.grad(output.float().sum(), inputs)])
+    assert all(torch.equal(half, single.to(dtype)) for half, single in zip(*results, strict=True))
+
+
 def test_heads_are_not_moved_to_join_documents() -> None:
     q = torch.randn(1, 12, 4, 8).transpose(1, 2)
     documents = as_mask(borders_of(np.array([5, 7])), 7)

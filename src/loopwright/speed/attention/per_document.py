@@ -50,31 +50,38 @@ def each_document(
     """
     pairs = zip(_lengths(borders), _lengths(key_borders), strict=True)
     lengths = [pair for pair in pairs if any(pair)]
-    groups = query.shape[1] // key.shape[1]
-    outputs = []
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    dtype, device = value.dtype, value.device.type
+    # torch's kernel for CPUs takes up to seven times longer in half precision, which autocast would choose again.
+    is_slow = device == "cpu" and dtype.itemsize < 4
+    query, key, value = (each.to(torch.float32 if is_slow else dtype) for each in (query, key, value))
     # `split` instead of slices: the gradient of a slice has the length of the whole row.
     queries = query.split([length for length, _ in lengths], dim=2)
     keys, values = (each.split([length for _, length in lengths], dim=2) for each in (key, value))
-    for q, k, v in zip(queries, keys, values, strict=True):
-        if ask.softcap:
-            outputs.append(_capped(q, k, v, groups, ask))
-            continue
-        if bias is None and _is_cut(q, ask):
-            outputs.extend(_in_chunks(q, k, v, ask.scale))
-            continue
-        mask = _window_mask(q.shape[2], ask.causal, ask.window, q.device)
-        if bias is not None:
-            mask = _biased_mask(bias.to(v.dtype), q.shape[2], causal=ask.causal)
-        with sdpa_kernel(SDPBackend.MATH) if ask.twice else nullcontext():
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
-                    is_causal=ask.causal and mask is None, enable_gqa=groups > 1,
-                )
-            )  # fmt: skip
+    outputs: list[Tensor] = []
+    with torch.autocast(device, enabled=False) if is_slow else nullcontext():
+        for q, k, v in zip(queries, keys, values, strict=True):
+            outputs += _of_document(q, k, v, ask, bias)
     # The kernels write tokens before heads: joined in this order, neither this nor the reshape after it moves heads.
-    return torch.cat([each.transpose(1, 2) for each in outputs], dim=1)
+    return torch.cat([each.transpose(1, 2) for each in outputs], dim=1).to(dtype)
+
+
+def _of_document(q: Tensor, k: Tensor, v: Tensor, ask: AttentionRequest, bias: Tensor | None) -> list[Tensor]:
+    """The attention of one document, in one part or several."""
+    groups = q.shape[1] // k.shape[1]
+    if ask.softcap:
+        return [_capped(q, k, v, groups, ask)]
+    if bias is None and _is_cut(q, ask):
+        return _in_chunks(q, k, v, ask.scale)
+    mask = _window_mask(q.shape[2], ask.causal, ask.window, q.device)
+    if bias is not None:
+        mask = _biased_mask(bias.to(v.dtype), q.shape[2], causal=ask.causal)
+    with sdpa_kernel(SDPBackend.MATH) if ask.twice else nullcontext():
+        return [
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
+                is_causal=ask.causal and mask is None, enable_gqa=groups > 1,
+            )
+        ]  # fmt: skip
 
 
 def _lengths(borders: Tensor) -> list[int]:
