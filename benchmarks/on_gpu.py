@@ -1,6 +1,6 @@
 """Everything that has to be measured on a GPU, the most important first, within a number of minutes.
 
-    python benchmarks/on_gpu.py [--minutes 25] [--only check t5 ...] [--to FOLDER]
+    python benchmarks/on_gpu.py [--minutes 25] [--only tests peaks-vit ...] [--to FOLDER]
 
 Each step is a script with a time limit. A step begins only if its usual time is left. Its log and its numbers are in
 the folder as soon as it ends, so that nothing is lost if the machine has to be returned.
