@@ -1,6 +1,6 @@
 """Everything that has to be measured on a GPU, the most important first, within a number of minutes.
 
-    python benchmarks/on_gpu.py [--minutes 25] [--only check t5 ...] [--to FOLDER]
+    python benchmarks/on_gpu.py [--minutes 25] [--only tests peaks-vit ...] [--to FOLDER]
 
 Each step is a script with a time limit. A step begins only if its usual time is left. Its log and its numbers are in
 the folder as soon as it ends, so that nothing is lost if the machine has to be returned.
@@ -42,17 +42,20 @@ ALL_ARMS = "--arms loopwright hand transformers --preload"
 SLOW = "--beside 4 --timeout 420"
 """For arms that get ready slowly: a large model that is compiled as a whole takes minutes."""
 CACHE = "--cache FOLDER/../cache"
+PEAKS = ("vit", "whisper", "custom", "gpt2")
+"""Workloads of which every new peak of memory is printed with the function that ran, until all is decided."""
 
 STEPS = {
+    "tests": Step("-m pytest tests/gpu -q", 300, 480),
     "ready": Step(f"ready.py sft-64 {CACHE}", 75, 120),
     "ready-warm": Step(f"ready.py sft-64 {CACHE}", 50, 90),
     "sft-60": Step(
         f"everyday.py sft-64 --arms loopwright --planned 60 --updates 40 {CACHE} --to FOLDER/sft-60-{TODAY}.json",
         60, 120,
     ),
-    "tests": Step("-m pytest tests/gpu -q", 300, 480),
     "sft-8": everyday("sft-8", f"{ALL_ARMS} {SLOW}", usual=220),
     "alone": everyday("gpt2 vit convnext t5 custom", "--arms loopwright", usual=300),
+    **{f"peaks-{task}": Step(f"ready.py {task} --updates 30", 45, 90) for task in PEAKS},
     "loops": everyday("sft-64 lora bert", f"{ALL_ARMS} {SLOW}", usual=440),
     "pairs": everyday("t5 whisper custom", f"{ALL_ARMS} {SLOW}", usual=400),
     "evaluation": Step(f"evaluation.py --model bert --json FOLDER/evaluation-bert-{TODAY}.json", 60, 120),

@@ -9,6 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import loopwright
+from loopwright.pt import device_traits
 from tests.models import CPU, Tokens, bert_classes, bert_tokens, gpt2, llama, made, pad, samples, t5
 from tests.native_device import device
 from tests.neuron.weighted import WeightedLossTrainer
@@ -102,6 +104,24 @@ def evaluation(folder: Path) -> None:
     assert (outputs[0].label_ids == outputs[1].label_ids).all()
     for name in ("test_loss", "test_match"):
         assert outputs[0].metrics[name] == outputs[1].metrics[name]
+
+
+@case
+def metrics_by_batch(folder: Path) -> None:
+    """A metric function that is called for each batch gets its inputs where predictions and labels are."""
+
+    def alike(prediction: Any, compute_result: bool) -> dict[str, float]:
+        return {"alike": float((prediction.inputs["labels"] == prediction.label_ids).all())}
+
+    options = {"batch_eval_metrics": True, "include_for_metrics": ["inputs"], "compute_metrics": alike}
+    kind = device_traits.kind_of(torch.device(device.NAME))
+    try:
+        for is_static in (True, False):  # outputs of padded batches are in host memory
+            device_traits.register(device.NAME, replace(kind, static_shapes=is_static))
+            trainer = trainer_on(device.NAME, "bert tokens", folder, static_lengths=None, **options)
+            assert trainer.evaluate()["eval_alike"] == 1.0
+    finally:
+        device_traits.register(device.NAME, kind)
 
 
 class Dropped(Tokens):

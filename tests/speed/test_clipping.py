@@ -227,9 +227,10 @@ def test_sparse_gradients_have_the_norm_of_dense_ones(limit: float) -> None:
         table, layer = nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, 2)
         layer(table(rows)).pow(2).sum().backward()
         own = [*table.parameters(), *layer.parameters()]
+        folded = FoldedClip(torch.optim.AdamW(own, fused=True), lambda optimizer: True).clip(own, 1.0)
         norm = clip_norm_(own, limit) if limit else total_norm([p.grad for p in own if p.grad is not None])
         assert table.weight.grad is not None and table.weight.grad.is_sparse is sparse
-        runs.append([norm, table.weight.grad.to_dense(), layer.weight.grad])
+        runs.append([norm, folded, table.weight.grad.to_dense(), layer.weight.grad])
     torch.testing.assert_close(*runs)
 
 

@@ -19,7 +19,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.drop, self.norm = nn.Linear(3, 3), nn.Dropout(0.1), nn.BatchNorm1d(3)
         self.weight_of_kl, self.kind, self.scales = 0.5, "plain", [1, 2]
-        self.shares: dict[str, Any] = {"kl": 0.5, "parts": [{"a": 1}]}
+        self.shares: dict[str, Any] = {"kl": 0.5, "parts": [{"a": 1}, 2]}
         self.config = type("Config", (), {})()
         self.config.alpha, self.config.name = 2.0, "a name"
 
@@ -41,7 +41,8 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
     "shares['kl']": lambda model: model.shares.update(kl=0.6),
     "shares['new']": lambda model: model.shares.update(new=0.6),
     "shares['parts'][0]['a']": lambda model: model.shares["parts"][0].update(a=2),
-    "shares['parts'][1]": lambda model: model.shares["parts"].append("b"),
+    "shares['parts'][1]": lambda model: model.shares["parts"].pop(),
+    "shares['parts'][2]": lambda model: model.shares["parts"].append("b"),
     "config.alpha": lambda model: setattr(model.config, "alpha", 3.0),
     "added": lambda model: setattr(model, "added", 1),
     "requires_grad of linear.bias": lambda model: model.linear.bias.requires_grad_(False),
@@ -97,6 +98,14 @@ def test_a_number_that_becomes_a_tensor_is_a_change() -> None:
     stamp = ModelStamp(model)
     model.weight_of_kl = torch.ones(2)  # type: ignore[assignment]
     assert "weight_of_kl" in stamp.changes()
+
+
+def test_a_list_that_an_update_has_emptied_is_no_change() -> None:
+    model = Block()
+    stamp = ModelStamp(model)
+    model.shares["parts"].clear()
+    stamp.settle()
+    assert stamp.changes() == []
 
 
 def test_objects_around_the_model_are_part_of_the_stamp() -> None:

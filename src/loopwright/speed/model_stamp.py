@@ -27,6 +27,8 @@ NOT_OURS = ("_compiled_call_impl", FORWARD)
 """Attributes of modules that accelerations set and remove; a `forward` that the user has set is read by other means."""
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, which a forward does not change, or which are read by other means."""
+UNREADABLE = (LookupError, RuntimeError, ValueError, TypeError)
+"""Errors of values that were removed, or became tensors."""
 DEEPEST = 3
 """Levels of containers and objects on a module whose contents are compared."""
 LIBRARIES = ("torch", "transformers", "loopwright", "numpy", "peft", "builtins")
@@ -101,7 +103,7 @@ class ModelStamp:
         """Store the current values, so that changes made by the update itself are not reported."""
         try:
             self._read = self._readings()
-        except (KeyError, RuntimeError, ValueError, TypeError):
+        except UNREADABLE:
             self._take()
 
     def _readings(self) -> tuple[Any, ...]:
@@ -127,7 +129,7 @@ class ModelStamp:
         try:
             if not found and self._readings() == before:
                 return []
-        except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute was removed, or a number became a tensor
+        except UNREADABLE:  # an attribute was removed, or a number became a tensor
             pass
         known = self._known
         self._take()

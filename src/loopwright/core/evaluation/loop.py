@@ -106,8 +106,10 @@ class KeptPredictions:
     def __init__(self, plan: EvalPlan, to_host: Callable[[Any], Any]) -> None:
         self._plan, self._move = plan, to_host
         self._waiting: list[EvalStep] = []
-        names = ["logits", "labels", *(name for name in ("inputs", "loss") if name in plan.include)]
-        self._stores = {name: PredictionStore(plan.expected_rows, concat=plan.concat) for name in names}
+        extra = [] if plan.per_batch_metrics else [name for name in ("inputs", "loss") if name in plan.include]
+        self._stores = {
+            name: PredictionStore(plan.expected_rows, concat=plan.concat) for name in ("logits", "labels", *extra)
+        }
 
     def add(self, step: EvalStep) -> None:
         if not self._plan.keeps_predictions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -197,9 +198,8 @@ class TorchEvaluation(TorchPart, Evaluation):
         self.callback_handler.fire("on_prediction_step")
         if self.internals.wants_to_leave:
             raise Interrupted
-        inputs = inputs.real() if type(inputs) is Static else inputs
         if "inputs" in self.args.include_for_metrics:
-            step.inputs = inputs if self.args.batch_eval_metrics else self._metric_inputs(inputs)
+            step.inputs = self._metric_inputs(inputs)
         return step
 
     def _preprocessed(self, logits: Any, labels: Any) -> Any:
@@ -271,8 +271,20 @@ class TorchEvaluation(TorchPart, Evaluation):
         """The targets of an evaluation batch; with `learn`, the first batch shows which targets the loss counts."""
         return self.internals.loss.eval_items(inputs, learn)
 
+    def _on_device(self, inputs: Any) -> Any:
+        """A whole batch where its predictions and labels are, in a container of the same class."""
+        if not isinstance(inputs, Mapping) or type(inputs) is dict:
+            return self.strategy.put(inputs)
+        own: Any = copy(inputs)
+        own.update(self.strategy.put(inputs))
+        return own
+
     def _metric_inputs(self, inputs: Any) -> Any:
-        """The model's main input; all inputs except labels if the batch lacks it."""
+        """The whole batch if metrics are computed for each; else the main input, or without one all but the labels."""
+        is_padded = type(inputs) is Static
+        inputs = inputs.real() if is_padded else inputs
+        if self.args.batch_eval_metrics:
+            return inputs if is_padded else self._on_device(inputs)  # outputs of padded batches are in host memory
         name = getattr(self.model, "main_input_name", "input_ids")
         if not isinstance(inputs, Mapping) or name in inputs:
             return inputs[name] if isinstance(inputs, Mapping) else inputs

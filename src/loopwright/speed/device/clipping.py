@@ -68,7 +68,7 @@ class FoldedClip:
         """The norm of all gradients; the next step uses them scaled down to `max_norm`."""
         if _has_step_hooks(self.optimizer) or not self._allowed():  # a hook may read clipped gradients
             return clip_norm_(parameters, max_norm)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
         self.optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp_(min=1.0)
         return norm
 
