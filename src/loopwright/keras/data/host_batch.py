@@ -107,11 +107,6 @@ def split_batch(batch: Any, label_names: list[str] | None) -> tuple[Any, Any]:
     return features, labels[names[0]] if len(names) == 1 else labels
 
 
-def cut(value: Any, start: int, stop: int) -> Any:
-    """Rows of every array."""
-    return mapped(lambda leaf: leaf[start:stop], value)
-
-
 def pad_rows(batch: HostBatch, rows: int) -> HostBatch:
     """The batch padded to this many rows with copies of its first row; integer labels of padding are ignored.
 

@@ -160,10 +160,10 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 
-def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, source: str) -> None:
+def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into the model's memory; a tied weight may be given under any of its names."""
     own = model.state_dict(keep_vars=True)
-    check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=strict, source=source)
+    check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=True, source="memory")
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in own:

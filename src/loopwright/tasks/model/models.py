@@ -231,11 +231,10 @@ def _is_causal(config: Any) -> bool:
     return bool(getattr(config, "causal", False))  # XLM's name of is_decoder
 
 
-def load_processor(request: Request, auto: str) -> Any:
-    """A processor of transformers, such as AutoFeatureExtractor."""
+def load_feature_extractor(request: Request) -> Any:
+    """The feature extractor of the model."""
     transformers = transformers_package("a processor")
-    name, place = _tokenizer_name(request)
-    return _loaded(getattr(transformers, auto), name, place)
+    return _loaded(transformers.AutoFeatureExtractor, *_tokenizer_name(request))
 
 
 def _tokenizer_name(request: Request) -> tuple[str, str]:
