@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..args.field import Group, arg, positive
-from ..errors import ArgumentsError, DataError
+from ..errors import ArgumentsError, DataError, first_line
 from .declaration import Materials, Task
 from .fields import DataFields
 from .request import Request
@@ -91,10 +91,9 @@ def _check_size(model: Any, transform: Any, request: Request) -> None:
         with torch.no_grad():
             model.eval()(images.to(next(model.parameters())))
     except (RuntimeError, ValueError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArgumentsError(
             f"{request.place('data.image_size')}={transform.height}: the model does not take images of this size "
-            f"({reason}); remove it to use the size of the model"
+            f"({first_line(error)}); remove it to use the size of the model"
         ) from None
     finally:
         model.train(was_training)

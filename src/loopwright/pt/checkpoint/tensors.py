@@ -25,7 +25,7 @@ from ...core.checkpoint.schema import (
     record,
     text,
 )
-from ...errors import CheckpointError
+from ...errors import CheckpointError, some
 from ..devices import address_of
 from .described_values import decode_value, encode_value, owner_of, tensors_in
 from .optimizer_options import check_groups
@@ -194,13 +194,6 @@ def _place(tensor: Any) -> Any:
     if hasattr(tensor, "device_mesh"):
         return id(tensor)
     return (address_of(tensor), tuple(tensor.shape)) if tensor.numel() else object()
-
-
-def some(names: Iterable[str], most: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
 
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------

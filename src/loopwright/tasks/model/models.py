@@ -8,7 +8,7 @@ from typing import Any
 
 from ...args.field import nearest
 from ...args.problems import short
-from ...errors import ArgumentsError, MissingPackage, ModelError
+from ...errors import ArgumentsError, MissingPackage, ModelError, some
 from ...notices import logger
 from ..data.readers import missing_file
 from ..request import Request
@@ -291,8 +291,7 @@ def _with_weights(kind: Any, name: str, place: str, **options: Any) -> Any:
     changed = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys", ())]
     new = sorted({*found["missing_keys"], *changed})
     if new:
-        more = f" and {len(new) - MOST} more" if len(new) > MOST else ""
-        logger.warning(f"{name}: no trained weights for {', '.join(new[:MOST])}{more}; they start at random values")
+        logger.warning(f"{name}: no trained weights for {some(new, MOST)}; they start at random values")
     return model
 
 
