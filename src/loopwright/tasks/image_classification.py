@@ -10,7 +10,7 @@ from typing import Any
 
 from ..args.field import Group, arg, positive
 from ..errors import ArgumentsError, DataError, first_line
-from .declaration import Materials, Task
+from .declaration import CLASS_METRICS, Materials, Task
 from .fields import DataFields
 from .request import Request
 
@@ -35,7 +35,7 @@ def build(request: Request) -> Materials:
     """Model and data of image classification."""
     from ..pt.data.collators import DefaultDataCollator
     from .data.images import Images, image_files, transform_for
-    from .data.labels import class_metrics, unseen_classes
+    from .data.labels import class_metrics, class_options, unseen_classes
     from .model.models import known_labels, load_model
 
     data: ImageData = request.data
@@ -56,9 +56,7 @@ def build(request: Request) -> Materials:
     model = load_model(
         request,
         "AutoModelForImageClassification",
-        num_labels=len(names),
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
+        **class_options(names),
     )
     transform = transform_for(request, getattr(model, "config", None))
     if data.image_size is not None:
@@ -134,12 +132,7 @@ TASK = Task(
     name="image-classification",
     help="classify images; the data are folders with one folder for each class",
     data=ImageData,
-    metrics={
-        "accuracy": "fraction of correct classes",
-        "f1": "mean F1 of the classes",
-        "precision": "mean precision of the classes",
-        "recall": "mean recall of the classes",
-    },
+    metrics=CLASS_METRICS,
     default_metrics=("accuracy",),
     build=build,
     example={"model": "google/vit-base-patch16-224-in21k", "data": {"train": "images", "validation_share": 0.1}},

@@ -122,6 +122,12 @@ def with_numbers(rows: Iterable[dict[str, Any]], column: str, names: Sequence[st
     return [numbers[name_of(row[column])] for row in rows]
 
 
+def class_options(names: Sequence[str]) -> dict[str, Any]:
+    """The values of a model's configuration that follow from the names of the classes."""
+    numbers = {name: index for index, name in enumerate(names)}
+    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
+
+
 def class_metrics(metrics: list[str]) -> Callable[[Any], dict[str, float]] | None:
     """The metrics function of a classification; None without metrics."""
     if not metrics:
