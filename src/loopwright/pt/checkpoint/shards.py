@@ -316,11 +316,6 @@ def sharded_slots(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     return {**state, "state": slots}
 
 
-def slot_reader(reader: BoxReader, module: nn.Module) -> Any:
-    """The mapping in which `decode_optimizer` finds tensors."""
-    return SlotReader(reader, module)
-
-
 def save_config(model: Any, folder: Path) -> None:
     """Write the configuration of a transformers model."""
     parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
