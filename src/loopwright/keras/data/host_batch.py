@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,12 @@ def row_weights(batch: HostBatch) -> Any:
     weights = np.zeros(batch.padded_rows, np.float32)
     weights[: batch.rows] = 1.0
     return weights
+
+
+def with_row_weights(batches: Sequence[HostBatch]) -> list[tuple[Any, Any, Any]]:
+    """Features, labels and row weights of each batch; the weights are None if no batch is padded."""
+    weighted = any(batch.padded_rows > batch.rows for batch in batches)
+    return [(batch.features, batch.labels, row_weights(batch) if weighted else None) for batch in batches]
 
 
 def even_cuts(rows: int, parts: int) -> list[tuple[int, int]]:
