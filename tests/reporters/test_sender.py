@@ -13,10 +13,10 @@ import pytest
 from loopwright.args.base import BaseArguments
 from loopwright.callbacks.metrics_file import read_metrics
 from loopwright.core.events import TrainerCallback
-from loopwright.core.numpy_strategy import LinearModel
 from loopwright.reporters.base import Numbers, Reporter, Row, RunInfo, without_stored
 from loopwright.reporters.callback import ReporterCallback
 from loopwright.reporters.sender import Sender
+from tests.core.numpy_strategy import LinearModel
 from tests.core.numpy_trainer import NumpyTrainer
 
 STEPS = 6
