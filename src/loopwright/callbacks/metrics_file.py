@@ -190,7 +190,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
             continue
-        row = _parsed(line)
+        row = parsed_row(line)
         if row is None:
             logger.warning(f"{path}, line {number} is not a complete row and is skipped.")
         else:
@@ -198,9 +198,10 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parsed_row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None if it is not a complete one."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=str)  # other programs write NaN as it is
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
@@ -210,6 +211,11 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(_plain(row), allow_nan=False) + "\n"
 
 
+def non_finite_name(value: float) -> str:
+    """NaN or an infinity as JSON text."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
 def _plain(value: Any) -> Any:
     """The value in JSON's own types."""
     if isinstance(value, dict):
@@ -217,7 +223,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return non_finite_name(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     # Arrays, tensors and their scalars convert themselves to Python types.
