@@ -171,7 +171,7 @@ class MetricsFileCallback(TrainerCallback):
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl (or of the one in a folder), with NaN and infinities as floats."""
     path = Path(path)
-    return [_restored(row) for row in _rows_of(path / FILE_NAME if path.is_dir() else path)]
+    return [restored(row) for row in _rows_of(path / FILE_NAME if path.is_dir() else path)]
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -231,11 +231,12 @@ def _plain(value: Any) -> Any:
     return _plain(tolist()) if tolist is not None else str(value)
 
 
-def _restored(value: Any) -> Any:
+def restored(value: Any) -> Any:
+    """A row with NaN and infinities as floats."""
     if isinstance(value, dict):
-        return {name: _restored(each) for name, each in value.items()}
+        return {name: restored(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_restored(each) for each in value]
+        return [restored(each) for each in value]
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
