@@ -24,7 +24,10 @@ LoopwrightError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class LoopwrightError(Exception):
