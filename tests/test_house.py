@@ -645,7 +645,8 @@ def untyped_strategies(path: Path) -> Iterator[int]:
 @cache
 def strategy_classes() -> dict[str, ast.ClassDef]:
     """The classes of strategies, by name."""
-    places = [*PACKAGE.glob("*/*strategy.py"), *(PACKAGE / "pt" / "strategies").glob("*.py")]
+    ours = [*PACKAGE.glob("*/*strategy.py"), *(PACKAGE / "pt" / "strategies").glob("*.py")]
+    places = [*ours, ROOT / "tests" / "core" / "numpy_strategy.py"]
     return {node.name: node for path in places for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from loopwright.errors import first_line, some
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "loopwright"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -200,3 +202,13 @@ def test_pages_use_the_terms_of_the_field() -> None:
     listed = [f"{line}\n    -> {', '.join(wrong)}" for line in lines_of_prose() if (wrong := list(refused(line.text)))]
 
     assert not listed, f"{len(listed)} lines to rewrite:\n" + "\n".join(listed)
+
+
+def test_the_first_line_of_an_error_exists_without_a_message() -> None:
+    assert first_line(ValueError("\none\ntwo")) == "one"
+    assert first_line(OSError()) == "OSError"
+
+
+def test_of_many_names_the_first_are_listed() -> None:
+    assert some(["a", "b"], 2) == "a, b"
+    assert some(map(str, range(1234)), 2) == "0, 1 and 1,232 more"

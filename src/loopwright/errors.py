@@ -24,6 +24,11 @@ LoopwrightError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class LoopwrightError(Exception):
     """Base class of every error that loopwright raises."""
@@ -131,3 +136,15 @@ class PeerError(LoopwrightError, RuntimeError):
 
 class LostRankError(PeerError):
     """Another rank of this run was killed, or its machine cannot be reached."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class if there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - most:,} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

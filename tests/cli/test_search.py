@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import yaml
 from loopwright.cli.commands.search import read_config, summary
 from loopwright.cli.main import main
 from loopwright.errors import ArgumentsError
+from loopwright.search.command_search import evaluations
 from tests.search.toy import BEST, updates
 from tests.tasks.cases import write_config
 
@@ -31,6 +35,15 @@ def written(folder: Path, **changes: Any) -> Path:
     path = folder / "search.yaml"
     path.write_text(yaml.safe_dump({key: each for key, each in document.items() if each is not None}), encoding="utf-8")
     return path
+
+
+def test_metrics_of_a_command_may_be_lists(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "eval_loss": "NaN", "eval_of_classes": [0.5, "Infinity"]}\n{"step": 2, "eval_l')
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        ((step, found),) = evaluations(process, path, "eval_loss")
+    assert step == 1 and math.isnan(found["eval_loss"]) and found["eval_of_classes"] == [0.5, math.inf]
 
 
 def test_a_grid_is_searched_and_a_finished_search_is_not_repeated(

@@ -186,11 +186,10 @@ def test_paths_of_a_file_are_relative_to_its_folder(path: Path, monkeypatch: pyt
     assert load_config("../run.yaml", ["output_dir=here"]).args.output_dir == "here"
 
 
-def test_further_blocks_belong_to_the_command_that_names_them(path: Path) -> None:
+def test_an_unknown_block_is_refused(path: Path) -> None:
     path.write_text(TEXT + "sweep:\n  learning_rate: [1, 2]\n")
     with pytest.raises(ArgumentsError, match=r"run\.yaml:8: unknown key 'sweep'"):
         load_config(path)
-    assert load_config(path, blocks=("sweep",)).extra == {"sweep": {"learning_rate": [1, 2]}}
 
 
 def test_secrets_are_not_written(path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from loopwright.args.base import BaseArguments
 from loopwright.callbacks.metrics_file import read_metrics
 from loopwright.core.events import EVENTS, TrainerCallback
-from loopwright.core.numpy_strategy import LinearModel
+from tests.core.numpy_strategy import LinearModel
 
 from .numpy_trainer import NumpyTrainer, Sample
 

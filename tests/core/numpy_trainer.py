@@ -34,7 +34,6 @@ from loopwright.core.evaluation.entry import Evaluation
 from loopwright.core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from loopwright.core.internals import Internals
 from loopwright.core.measure.pacing import Pacing
-from loopwright.core.numpy_strategy import Array, LinearModel, Loss, Momentum, NumpyStrategy
 from loopwright.core.order import Order
 from loopwright.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from loopwright.core.part import DataPart, LossPart
@@ -45,6 +44,7 @@ from loopwright.core.schedules import build_schedule
 from loopwright.core.shutdown.signals import Interrupted
 from loopwright.core.trainer import BaseTrainer
 from loopwright.core.update import MicroBatch, Update
+from tests.core.numpy_strategy import Array, LinearModel, Loss, Momentum, NumpyStrategy
 
 Sample = tuple[Array, Array]
 Batch = dict[str, Array]

@@ -17,8 +17,8 @@ from core.numpy_trainer import NumpyTrainer
 from loopwright import TrainerCallback
 from loopwright.args.base import BaseArguments
 from loopwright.core.logs.json_values import LEFT_OUT, json_or_left_out, json_value
-from loopwright.core.numpy_strategy import LinearModel
 from loopwright.errors import LogError, LoopwrightError
+from tests.core.numpy_strategy import LinearModel
 
 SAMPLES = [(np.arange(2.0) + i, np.array([float(i)])) for i in range(8)]
 

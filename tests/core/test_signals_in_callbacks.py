@@ -14,7 +14,7 @@ from core.numpy_trainer import NumpyTrainer
 
 from loopwright import TrainerCallback
 from loopwright.args.base import BaseArguments
-from loopwright.core.numpy_strategy import LinearModel
+from tests.core.numpy_strategy import LinearModel
 
 SAMPLES = [(np.array([float(i), 1.0]), np.array([float(i) * 2])) for i in range(16)]
 SAFE = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_step_end", "on_log", "on_save",

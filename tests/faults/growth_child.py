@@ -76,7 +76,7 @@ def numpy_trainer(folder: str, updates: int, callback: Any) -> Any:
     import numpy as np
 
     from loopwright.args.base import BaseArguments
-    from loopwright.core.numpy_strategy import LinearModel
+    from tests.core.numpy_strategy import LinearModel
     from tests.core.numpy_trainer import NumpyTrainer
 
     data = [(np.arange(2.0), np.ones(1)) for _ in range(64)]

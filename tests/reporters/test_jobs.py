@@ -13,11 +13,11 @@ import pytest
 
 import loopwright
 from loopwright.args.base import BaseArguments
-from loopwright.core.numpy_strategy import LinearModel
 from loopwright.core.state import TrainerControl, TrainerState
 from loopwright.errors import ArgumentsError
 from loopwright.reporters.base import RunInfo
 from loopwright.reporters.registry import REPORTERS, reporter_callbacks, reporter_class
+from tests.core.numpy_strategy import LinearModel
 from tests.core.numpy_trainer import NumpyTrainer
 
 NAMES = {

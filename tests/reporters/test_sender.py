@@ -13,10 +13,10 @@ import pytest
 from loopwright.args.base import BaseArguments
 from loopwright.callbacks.metrics_file import read_metrics
 from loopwright.core.events import TrainerCallback
-from loopwright.core.numpy_strategy import LinearModel
-from loopwright.reporters.base import Reporter, Row, RunInfo, without_stored
+from loopwright.reporters.base import Numbers, Reporter, Row, RunInfo, without_stored
 from loopwright.reporters.callback import ReporterCallback
 from loopwright.reporters.sender import Sender
+from tests.core.numpy_strategy import LinearModel
 from tests.core.numpy_trainer import NumpyTrainer
 
 STEPS = 6
@@ -203,7 +203,7 @@ class Forgetful(Ledger):
         self.stored = stored
 
     def unstored(self, rows):
-        return without_stored(rows, {step: {name} for step, name in self.stored})
+        return without_stored(rows, ((step, [name]) for step, name in self.stored))
 
 
 @pytest.mark.parametrize("kept", range(6))
@@ -225,9 +225,9 @@ def test_a_tracker_that_cannot_say_what_it_has_gets_nothing_twice(tmp_path, capl
 
 def test_the_missing_values_of_a_row_are_sent_alone(tmp_path):
     row = Row(4, "training", {"train/loss": 1.0, "train/lr": 2.0, "train/epoch": 0.5})
-    found = without_stored([row], {4: {"train/loss", "train/epoch"}})
+    found = without_stored([row], [(4, {"train/loss"}), (4, {"train/epoch"})])
     assert [list(each.values) for each in found] == [["train/lr"]]
-    assert without_stored([row], {4: {"train/epoch"}}) == [Row(4, "training", dict.fromkeys(row.values))]
+    assert without_stored([row], [(4, {"train/epoch"})]) == [Row(4, "training", dict.fromkeys(row.values))]
 
 
 def test_an_incomplete_line_of_the_journal_is_no_row(tmp_path):
@@ -322,3 +322,9 @@ def test_numbers_of_the_journal_are_json(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.sent.ledger.run.jsonl").read_text().splitlines()]
     assert lines[0] == {"run": "run", "state": {}}
     assert [1, "training", ["train/loss"]] in lines
+
+
+def test_a_value_that_is_not_a_number_is_reported_once_with_its_name(caplog):
+    numbers = Numbers("mlflow")
+    assert numbers.of({"loss": np.float32(0.5), "note (%)": "text"}) == numbers.of({"loss": 0.5, "note (%)": "text"})
+    assert caplog.text.count("mlflow accepts numbers only; note (%)='text' is not logged there.") == 1

@@ -15,12 +15,11 @@ import pytest
 
 from loopwright.core.state import TrainerControl, TrainerState, callback_states, restore_callback_states
 from loopwright.errors import MissingPackage, NotAvailable
-from loopwright.reporters.base import RunInfo
+from loopwright.reporters.base import RunInfo, as_number
 from loopwright.reporters.tensorboard import (
     EventFile,
     TensorBoardCallback,
     TensorBoardReporter,
-    as_number,
     choose_log_dir,
 )
 

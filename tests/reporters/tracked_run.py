@@ -59,9 +59,9 @@ def train(folder: str, trackers: list[str], die_after: int | None) -> None:
 
     from loopwright.args.base import BaseArguments
     from loopwright.core.events import TrainerCallback
-    from loopwright.core.numpy_strategy import LinearModel
     from loopwright.reporters.callback import ReporterCallback
     from loopwright.reporters.registry import reporter_callbacks
+    from tests.core.numpy_strategy import LinearModel
     from tests.core.numpy_trainer import NumpyTrainer
 
     # A busy machine may need longer than a user should wait; the limits have tests of their own.

@@ -12,9 +12,9 @@ import numpy as np
 
 from loopwright.args.base import BaseArguments
 from loopwright.core.events import TrainerCallback
-from loopwright.core.numpy_strategy import LinearModel, Momentum
 from loopwright.search.entry import hyperparameter_search
 from loopwright.search.session import Request
+from tests.core.numpy_strategy import LinearModel, Momentum
 from tests.core.numpy_trainer import NumpyInternals, NumpyTrainer, ScheduledRate
 
 DATA = [(np.ones(1), np.zeros(1)) for _ in range(8)]

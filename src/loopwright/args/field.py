@@ -169,6 +169,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> str:
+    """A message for a name that is not in a table, with the similar one if there is one."""
+    known = sorted(names)
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return f"No {kind} is called '{name}'.{hint} Known: {', '.join(known)}."
+
+
 def advised(problem: str, name: str, names: Iterable[str], more: str) -> str:
     """A problem, the similar name if there is one, and what else helps, as one text."""
     near = nearest(name, names)

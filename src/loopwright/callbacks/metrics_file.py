@@ -171,7 +171,7 @@ class MetricsFileCallback(TrainerCallback):
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl (or of the one in a folder), with NaN and infinities as floats."""
     path = Path(path)
-    return [_restored(row) for row in _rows_of(path / FILE_NAME if path.is_dir() else path)]
+    return [restored(row) for row in _rows_of(path / FILE_NAME if path.is_dir() else path)]
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
             continue
-        row = _parsed(line)
+        row = parsed_row(line)
         if row is None:
             logger.warning(f"{path}, line {number} is not a complete row and is skipped.")
         else:
@@ -198,9 +198,10 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parsed_row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None if it is not a complete one."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=str)  # other programs write NaN as it is
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
@@ -210,6 +211,11 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(_plain(row), allow_nan=False) + "\n"
 
 
+def non_finite_name(value: float) -> str:
+    """NaN or an infinity as JSON text."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
 def _plain(value: Any) -> Any:
     """The value in JSON's own types."""
     if isinstance(value, dict):
@@ -217,7 +223,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return non_finite_name(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     # Arrays, tensors and their scalars convert themselves to Python types.
@@ -225,11 +231,12 @@ def _plain(value: Any) -> Any:
     return _plain(tolist()) if tolist is not None else str(value)
 
 
-def _restored(value: Any) -> Any:
+def restored(value: Any) -> Any:
+    """A row with NaN and infinities as floats."""
     if isinstance(value, dict):
-        return {name: _restored(each) for name, each in value.items()}
+        return {name: restored(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_restored(each) for each in value]
+        return [restored(each) for each in value]
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from ..args.field import advised
 from ..args.secrets import masked_text
 from ..errors import ArgumentsError, DataError, LoopwrightError
+from .main import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 
-DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 CODES = {
     DONE: "success",
     FAILED: "the run failed",

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ..core.shutdown.lost_output import discard_lost_output
-from ..core.shutdown.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING, WATCHED, restore_handlers, survives_terminal
 
 
 class StoppedEarly(SystemExit):
@@ -27,8 +27,7 @@ def stopped_early() -> Iterator[None]:
     received: list[str] = []
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each, handler in earlier.items():  # a second signal has its usual effect
-            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        restore_handlers(earlier)  # a second signal has its usual effect
         discard_lost_output()  # the signal may be that of a closed terminal
         received.append(signal.Signals(number).name)
         raise StoppedEarly(STOPPED_AFTER_SAVING)
@@ -45,5 +44,4 @@ def stopped_early() -> Iterator[None]:
         print(f"{received[0]} received: stopped before training; the same command can be run again", file=sys.stderr)
         raise
     finally:
-        for each, handler in earlier.items():
-            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        restore_handlers(earlier)

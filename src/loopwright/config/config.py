@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,6 @@ class Config:
     args: TrainingArguments
     sources: Mapping[str, Source]
     """The source of each value that is not a default, by dotted key."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Blocks that only the command which loaded the configuration uses."""
 
     @property
     def folder(self) -> Path:

@@ -15,6 +15,7 @@ from ..args.field import advised
 from ..args.reading import read_float, read_int
 from ..core.checkpoint.ownership.claim import decoded
 from ..core.checkpoint.ownership.lock_file import LOCK
+from ..core.checkpoint.replacing import replace_text
 from ..errors import ArgumentsError
 from ..notices import logger
 
@@ -71,10 +72,8 @@ def send(run: Path, request: Request) -> Path:
     check_training(run)
     name = f"{time.time_ns():020d}-{secrets.token_hex(3)}.json"
     path = run / FOLDER / name
-    temporary = path.with_suffix(".new")
     try:
-        temporary.write_text(json.dumps(request._asdict()) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, json.dumps(request._asdict()) + "\n")
     except OSError as error:
         raise ArgumentsError(f"{run}: the request cannot be written ({error.strerror or error})") from None
     return path

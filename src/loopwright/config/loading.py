@@ -26,24 +26,23 @@ EXAMPLES = {"model": "{name: mlp}", "data": "{train: train.csv}", "lora": "{r: 1
 """A value of each block, for messages."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, blocks: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a configuration; raises ArgumentsError with all problems, each with its place.
 
-    `overrides` are words of a command line (`learning_rate=1e-4`, `--data.max_length 128`). `blocks` are names of
-    further blocks that the caller uses; they are in `Config.extra` as they were written.
+    `overrides` are words of a command line (`learning_rate=1e-4`, `--data.max_length 128`).
     """
-    return _Loading(read_document(Path(path)), list(overrides), blocks).config()
+    return _Loading(read_document(Path(path)), list(overrides)).config()
 
 
 class _Loading:
     """One configuration while it is read."""
 
-    def __init__(self, document: Document, words: list[str], blocks: Sequence[str]) -> None:
+    def __init__(self, document: Document, words: list[str]) -> None:
         self.document = document
         self.problems: list[str] = []
         self.sources: dict[str, Source] = {}
         self.task = self._find_task(words)
-        self.names = Names(self.task, blocks)
+        self.names = Names(self.task)
         self.overrides = read_overrides(words, self.names.spec)
 
     def config(self) -> Config:
@@ -53,7 +52,6 @@ class _Loading:
         data = self._block("data", self.task.data, self._mapping(values.pop("data", None), "data"))
         given = values.pop("lora", None)
         lora = None if given is None else self._block("lora", LoraFields, self._mapping(given, "lora"))
-        extra = {name: values.pop(name) for name in self.names.extra if name in values}
         self._check_needed(model, data)
         metrics = self._metrics(top.metrics)
         arguments = self._arguments(values)
@@ -66,7 +64,7 @@ class _Loading:
             arguments[name] = value
             self.sources[name] = Source("derived", reason)
         args = self._training_arguments(arguments)
-        return Config(self.document.path, self.task, model, data, lora, metrics, args, self.sources, extra)
+        return Config(self.document.path, self.task, model, data, lora, metrics, args, self.sources)
 
     # ---- the task ----------------------------------------------------------------------------------------------------
 

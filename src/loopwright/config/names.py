@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +38,8 @@ class TopFields(Group):
 class Names:
     """The keys of a task's configuration."""
 
-    def __init__(self, task: Task, extra: Sequence[str] = ()) -> None:
-        self.task, self.extra = task, tuple(extra)
+    def __init__(self, task: Task) -> None:
+        self.task = task
         kind: type[TrainingArguments] = Seq2SeqTrainingArguments if task.generates else TrainingArguments
         self.arguments_class = kind
         self.arguments = argument_specs(self.arguments_class)
@@ -67,7 +66,7 @@ class Names:
     def problem(self, key: str) -> str | None:
         """What is wrong with a dotted key; None if it exists."""
         block, _, inner = key.partition(".")
-        if block in self.extra or self.spec(key) is not None or (not inner and block in self.blocks):
+        if self.spec(key) is not None or (not inner and block in self.blocks):
             return None
         if inner and block in self.blocks:
             return f"unknown key {key!r}{self._advice(key, inner)}"

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ..args.problems import short
-from ..errors import ArgumentsError
+from ..errors import ArgumentsError, first_line
 
 PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 """The tags of mappings and lists."""
@@ -29,8 +29,7 @@ def read_yaml_text(text: str, name: str) -> tuple[Any, dict[tuple[str | int, ...
         line = f":{mark.line + 1}" if mark is not None else ""
         raise ArgumentsError(f"{name}{line}: not YAML ({error.problem or error.context}); correct this line") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ArgumentsError(f"{name}: not YAML ({first}); correct the file") from None
+        raise ArgumentsError(f"{name}: not YAML ({first_line(error)}); correct the file") from None
 
 
 class _Reader:

@@ -8,13 +8,13 @@ are required. To add a schedule: one function and one row, or `register_schedule
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ..args.field import unknown_name
 from ..args.problems import short_value
 from ..errors import ArgumentsError
 
@@ -36,7 +36,7 @@ def build_schedule(
     """The function of the named schedule; raises an ArgumentsError that lists all missing and unknown options."""
     name = str(getattr(name, "value", name))
     if name not in SCHEDULES:
-        raise ArgumentsError(_unknown_schedule(name))
+        raise ArgumentsError(unknown_name("schedule", name, SCHEDULES))
     builder = SCHEDULES[name]
     common = dict(zip(COMMON_PARAMETERS, (num_warmup_steps, num_training_steps, base_lr), strict=True))
     parameters = inspect.signature(builder).parameters
@@ -57,12 +57,6 @@ def schedule_options(name: str) -> list[str]:
     parameters = inspect.signature(SCHEDULES[name]).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return [option for option in named if option not in COMMON_PARAMETERS]
-
-
-def _unknown_schedule(name: str) -> str:
-    near = difflib.get_close_matches(name, SCHEDULES, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"No schedule is called '{name}'.{hint} Known: {', '.join(sorted(SCHEDULES))}."
 
 
 def _unknown_options(name: str, options: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .checkpoint.folder import STATE
 from .checkpoint.schema import (
@@ -211,13 +211,6 @@ SAVED_PROGRESS = record(
     },
     {"pending": list_of(one_of(*_FLAGS)), "has_ended": flag},
 )
-
-
-class Stateful(Protocol):
-    """An object with a state that is saved and restored."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:

@@ -99,9 +99,9 @@ class Repository:
         tags = self._api().model_info(self.name, token=self.token).tags or []
         return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
 
-    def files_in(self, folder: str, *, recursive: bool = True) -> list[str]:
+    def files_in(self, folder: str) -> list[str]:
         """The files in a folder of the branch; empty if the folder does not exist."""
-        return list(self._listed(self._api(), folder, recursive=recursive))
+        return list(self._listed(self._api(), folder, recursive=True))
 
     def download(self, path: str, target: Path) -> Path:
         """Download a file to the same path below a local folder."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.update import Update
 from ..errors import ModelError
-from ..keras.data.host_batch import HostBatch, mapped, pad_rows, row_weights
+from ..keras.data.host_batch import HostBatch, mapped, pad_rows, with_row_weights
 from ..keras.rng import RandomStreams
 from ..keras.strategy import KerasStrategy, UpdateRules
 
@@ -58,8 +58,7 @@ class JaxStrategy(KerasStrategy):
         return pad_rows(batch, -(-batch.padded_rows // self.replicas) * self.replicas)
 
     def placed(self, batches: list[HostBatch]) -> Any:
-        weighed = any(batch.padded_rows > batch.rows for batch in batches)
-        whole = [(batch.features, batch.labels, row_weights(batch) if weighed else None) for batch in batches]
+        whole = with_row_weights(batches)
         return mapped(lambda leaf: jax.device_put(leaf, self._by_rows), whole)
 
     @property

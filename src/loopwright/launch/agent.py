@@ -24,7 +24,7 @@ from torch.distributed.launcher import api as launcher
 from ..core.resuming.run_record import RESUME, STOPPED
 from ..core.shutdown.parent import TIME_TO_SAVE
 from ..core.shutdown.signals import ECHO, STOPPED_AFTER_SAVING
-from ..errors import LoopwrightError
+from ..errors import LoopwrightError, first_line
 from ..notices import logger
 from . import guard
 from .rank_process import RankProcess
@@ -168,7 +168,7 @@ def _run(make_words: Callable[[], list[str]], patience: float) -> int:
             if now - lost_at >= patience:
                 logger.error(f"the other nodes cannot be reached: {error}")
                 return FAILED
-            logger.warning(f"lost the rendezvous ({_short(error)}); this node tries to rejoin")
+            logger.warning(f"lost the rendezvous ({first_line(error)}); this node tries to rejoin")
             os.environ[RESUME] = "auto"
             time.sleep(PAUSE)
 
@@ -223,7 +223,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return str(number)
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

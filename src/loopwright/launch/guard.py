@@ -195,9 +195,9 @@ class Guard:
         with suppress(BrokenPipeError):  # the guard was killed
             os.write(self._to_guard, f"{' '.join(map(str, self.ranks))}\n".encode())
 
-    def clean_up(self, seconds: float = 0.0) -> None:
+    def clean_up(self) -> None:
         """End all processes of the launch: what ranks have started outlives a killed rank."""
-        end(self.mark, self.ranks, seconds)
+        end(self.mark, self.ranks, 0.0)
 
     def __exit__(self, *error: Any) -> None:
         os.environ.pop(MARK, None)

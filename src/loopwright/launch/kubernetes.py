@@ -30,7 +30,7 @@ def pytorch_job(request: LaunchRequest) -> dict[str, Any]:
         "replicas": high,
         # Not `ExitCode`: the operator would treat 75 (saved and stopped, start again) as a permanent failure.
         "restartPolicy": "OnFailure",
-        "template": {"spec": _pod(request, container="pytorch")},
+        "template": {"spec": _pod(request)},
     }
     spec: dict[str, Any] = {
         "elasticPolicy": {
@@ -80,10 +80,10 @@ def train_job(request: LaunchRequest) -> dict[str, Any]:
 KINDS: dict[str, Callable[[LaunchRequest], dict[str, Any]]] = {"PyTorchJob": pytorch_job, "TrainJob": train_job}
 
 
-def _pod(request: LaunchRequest, *, container: str) -> dict[str, Any]:
+def _pod(request: LaunchRequest) -> dict[str, Any]:
     volumes, mounts = _volumes(request)
     body = {
-        "name": container,
+        "name": "pytorch",  # the name that the operator requires
         "image": request.own.image,
         "command": _command(request),
         "env": _variables(request),

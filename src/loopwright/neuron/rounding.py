@@ -18,10 +18,10 @@ LOWER_HALF = 0xFFFF
 """The bits of a float32 that bf16 lacks."""
 
 
-def round_stochastically(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def round_stochastically(values: Tensor) -> Tensor:
     """Round float32 to bf16 stochastically: the expected value of the result is the number itself."""
     bits = values.contiguous().view(torch.int32)
-    noise = torch.randint(0, LOWER_HALF + 1, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    noise = torch.randint(0, LOWER_HALF + 1, bits.shape, dtype=torch.int32, device=bits.device)
     rounded = ((bits + noise) & ~LOWER_HALF).view(torch.float32)
     # Not rounded at random: infinity, NaN, and numbers that the noise would move beyond the largest one.
     rounded = torch.where(torch.isfinite(values) & torch.isfinite(rounded), rounded, values)

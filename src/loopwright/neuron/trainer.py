@@ -111,7 +111,7 @@ class NeuronInternals(TorchInternals):
                 self.finish_with_model()
                 self.data.release()
                 self.run.close()
-                copy_into(module, weights, strict=True, source="memory")
+                copy_into(module, weights)
                 self.trainer.optimizer, self.trainer.lr_scheduler = given
                 for part, state in zip(given, states, strict=True):
                     if part is not None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..args.base import BaseArguments
+from ..args.field import nearest
 from ..args.groups.distributed import read_accelerator_config
 from ..args.groups.generation import GenerationArgs
-from ..args.problems import Problems
+from ..args.problems import Problems, shown
 
 if TYPE_CHECKING:
     import torch
@@ -69,9 +70,7 @@ class TrainingArguments(BaseArguments):
     def settle_framework(self, problems: Problems) -> None:
         super().settle_framework(problems)
         if self.torch_compile and not problems.concern(("torch_compile_backend", "torch_compile_mode")):
-            from .model.compile_names import problem_of_compilation
-
-            wrong = problem_of_compilation(self.torch_compile_backend or "inductor", self.torch_compile_mode)
+            wrong = _problem_of_compilation(self.torch_compile_backend or "inductor", self.torch_compile_mode)
             if wrong is not None:
                 problems.add(wrong)
 
@@ -103,3 +102,22 @@ class TrainingArguments(BaseArguments):
 @dataclass
 class Seq2SeqTrainingArguments(GenerationArgs, TrainingArguments):
     """All arguments of a run that generates text in evaluation."""
+
+
+def _problem_of_compilation(backend: str, mode: str | None) -> str | None:
+    """What is wrong with a backend and a mode of torch.compile, or None. Imports torch's compiler if it is needed."""
+    if backend != "inductor":
+        from torch._dynamo import list_backends
+
+        known = list_backends(exclude_tags=())
+        if backend not in known:
+            return (
+                f"{shown('torch_compile_backend', backend)}: must be one of {', '.join(known)}{nearest(backend, known)}"
+            )
+    if mode is not None:
+        from torch._inductor import list_mode_options
+
+        modes = list(list_mode_options())
+        if mode not in modes:
+            return f"{shown('torch_compile_mode', mode)}: must be one of {', '.join(modes)}{nearest(mode, modes)}"
+    return None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..core.measure.ledger_file import replace_text
+from ..core.checkpoint.replacing import replace_text
 
 FILE = "report.data.js"
 BEGINNING, END = "loopwrightReport(", ");\n"

@@ -90,8 +90,8 @@ class RunFolder:
         self._reader = MetricsReader(self.folder)
         self._facts = facts
 
-    def read(self, *, status: str | None = None) -> RunView:
-        """The run now; `status` overrides what the folder says about it."""
+    def read(self) -> RunView:
+        """The run now."""
         now, recorded = time.time(), read_ledger(self.folder)
         return RunView(
             name=self.folder.resolve().name,
@@ -101,7 +101,7 @@ class RunFolder:
             facts=self._all_facts(),
             incidents=incidents(self.folder),
             speed_plan=_document(self.folder / SPEED_PLAN),
-            status=status or _status(self.folder, recorded, now),
+            status=_status(self.folder, recorded, now),
             now=now,
         )
 

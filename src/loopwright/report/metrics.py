@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import deque
@@ -11,14 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..callbacks.metrics_file import FILE_NAME, NON_FINITE
+from ..callbacks.metrics_file import FILE_NAME, NON_FINITE, non_finite_name, parsed_row
 from .series import Series
 
 NOT_A_CURVE = ("_runtime", "_per_second", "_model_preparation_time", "_jit_compilation_time")
 POSITION = ("step", "epoch", "time", "pace")
 SPEEDS = ("tokens_per_second", "samples_per_second", "steps_per_second", "computed_tokens_per_second")
-NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
-"""Numbers that are not finite as texts; all others are NaN, which equals nothing."""
 MOST_TEXTS, MOST_EVALUATIONS, MOST_MARKS, LONGEST_TEXT = 20, 200, 100, 4000
 
 
@@ -78,7 +75,7 @@ class Metrics:
         """Record since when a curve is not finite; only the first of such values has a mark."""
         if name not in self.not_finite:
             self._mark(step, f"{name} is {value}")
-        self.not_finite[name] = (self.not_finite.get(name, (step, ""))[0], NAMES.get(value, "NaN"))
+        self.not_finite[name] = (self.not_finite.get(name, (step, ""))[0], non_finite_name(value))
 
     def _mark(self, step: int, text: str) -> None:
         self.marks.append({"step": step, "kind": "not finite", "text": text})
@@ -115,17 +112,9 @@ class MetricsReader:
             if not line.endswith(b"\n"):
                 return  # incomplete at this moment
             self._offset += len(line)
-            row = _parsed(line)
+            row = parsed_row(line)
             if row is not None:
                 self.metrics.add(row)
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line, parse_constant=str)  # other programs write NaN as it is
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _shown(value: Any) -> Any:

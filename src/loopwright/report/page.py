@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..core.measure.ledger_file import replace_text
+from ..core.checkpoint.replacing import replace_text
 from ..errors import OutputError
 from .data_file import FILE as DATA_FILE, encoded
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from .base import Row, RunInfo, require
+from .base import Row, RunInfo, as_number, require
 from .mlflow import MLflowCallback, MLflowReporter
-from .tensorboard import as_number
 
 
 class AzureMLReporter(MLflowReporter):

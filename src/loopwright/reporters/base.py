@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import MissingPackage
+from ..notices import logger
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -132,15 +135,52 @@ def is_on(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def without_stored(rows: Sequence[Row], stored: Mapping[int, Collection[str]]) -> list[Row]:
-    """The rows with the values that are not stored, given the stored names of each step.
+def as_number(value: Any) -> float | None:
+    """The value as a float, or None when it is not one number."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    # One-element arrays and tensors; item() raises for longer ones.
+    item = getattr(value, "item", None)
+    if item is None:
+        return None
+    try:
+        return as_number(item())
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+class Numbers:
+    """For a service that accepts numbers only: other values are reported, once for each name."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._others: set[str] = set()
+
+    def of(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """The values that are numbers."""
+        found = {}
+        for name, value in values.items():
+            number = as_number(value)
+            if number is not None:
+                found[name] = number
+            elif name not in self._others:
+                self._others.add(name)
+                logger.warning(f"{self._service} accepts numbers only; {name}={value!r} is not logged there.")
+        return found
+
+
+def without_stored(rows: Sequence[Row], stored: Iterable[tuple[int, Iterable[str]]]) -> list[Row]:
+    """The rows with the values that are not stored, given steps and names of stored values.
 
     A row of which nothing is stored is complete: values that every row of a step has, such as the epoch, may be stored
     with another row.
     """
+    names: dict[int, set[str]] = defaultdict(set)
+    for step, found in stored:
+        names[step].update(found)
     missing = []
     for row in rows:
-        known = set(stored.get(row.step, ()))
+        known = names[row.step]
         left = set(row.values) - known
         if left and not known & (set(row.values) - IN_EVERY_ROW):
             left = set(row.values)

@@ -119,6 +119,12 @@ class ReporterCallback(TrainerCallback):
         if self._sender is not None:
             self._sender.call(lambda: self.reporter.artifact(path, name))
 
+    def send_checkpoint(self, args: BaseArguments, state: Any) -> None:
+        """Pass the checkpoint of the current step to the reporter."""
+        if state.is_world_process_zero:
+            folder = checkpoint_of(args, state)
+            self.artifact(folder, folder.name)
+
     def state_dict(self) -> dict[str, Any]:
         state_dict = getattr(self.reporter, "state_dict", dict)
         return {"reporter": self._name(), "run_id": self.run_id, "state": state_dict()}

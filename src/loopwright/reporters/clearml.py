@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..notices import logger
-from .base import END_OF_TRAINING, Reporter, Row, RunInfo, is_on, require, without_stored
-from .callback import ReporterCallback, checkpoint_of
+from .base import END_OF_TRAINING, Numbers, Reporter, Row, RunInfo, is_on, require, without_stored
+from .callback import ReporterCallback
 from .model_files import wait_for
-from .tensorboard import as_number
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -33,7 +30,7 @@ class ClearMLReporter(Reporter):
         self._task_id: str | None = None
         self._folder: str | None = None
         self._is_own = True
-        self._not_numbers: set[str] = set()
+        self._numbers = Numbers("ClearML")
 
     def start(self, run: RunInfo) -> None:
         from clearml import Task
@@ -61,11 +58,8 @@ class ClearMLReporter(Reporter):
 
     def log(self, values: dict[str, Any], step: int) -> None:
         board = self._task.get_logger()
-        for name, value in values.items():
-            number = as_number(value)
-            if number is None:
-                self._say_not_a_number(name, value)
-            elif name in END_OF_TRAINING:
+        for name, number in self._numbers.of(values).items():
+            if name in END_OF_TRAINING:
                 board.report_single_value(name=name.removeprefix("train/"), value=number)
             else:
                 section, _, series = name.partition("/")
@@ -84,10 +78,8 @@ class ClearMLReporter(Reporter):
     def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
         if self._before is None:
             return None
-        stored: dict[int, set[str]] = defaultdict(set)
-        for event in events_of(Path(self._before)):
-            stored[event["iter"]].add(f"{event['metric']}/{event['variant']}")
-        return without_stored(rows, stored)
+        events = events_of(Path(self._before))
+        return without_stored(rows, ((each["iter"], [f"{each['metric']}/{each['variant']}"]) for each in events))
 
     def finish(self, status: str) -> None:
         if self._is_own:
@@ -102,11 +94,6 @@ class ClearMLReporter(Reporter):
     def as_callback(self) -> ClearMLCallback:
         return ClearMLCallback(reporter=self)
 
-    def _say_not_a_number(self, name: str, value: Any) -> None:
-        if name not in self._not_numbers:
-            self._not_numbers.add(name)
-            logger.warning(f"ClearML accepts numbers only; {name}={value!r} is not logged there.")
-
 
 class ClearMLCallback(ReporterCallback):
     """Reports to ClearML; with CLEARML_LOG_MODEL=1 checkpoints are uploaded."""
@@ -115,9 +102,8 @@ class ClearMLCallback(ReporterCallback):
         super().__init__(reporter or ClearMLReporter())
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if is_on("CLEARML_LOG_MODEL") and state.is_world_process_zero:
-            folder = checkpoint_of(args, state)
-            self.artifact(folder, folder.name)
+        if is_on("CLEARML_LOG_MODEL"):
+            self.send_checkpoint(args, state)
 
 
 def _report_in_this_process() -> None:

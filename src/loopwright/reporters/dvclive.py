@@ -5,17 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import ArgumentsError
-from ..notices import logger
-from .base import Reporter, Row, RunInfo, is_on, require, without_stored
-from .callback import ReporterCallback, checkpoint_of
+from .base import Numbers, Reporter, Row, RunInfo, is_on, require, without_stored
+from .callback import ReporterCallback
 from .model_files import saved_model, wait_for
-from .tensorboard import as_number
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -30,7 +27,7 @@ class DVCLiveReporter(Reporter):
         require("dvclive", "dvclive")
         self.live, self._options = live, options
         self._is_users = live is not None
-        self._not_numbers: set[str] = set()
+        self._numbers = Numbers("DVCLive")
 
     def start(self, run: RunInfo) -> None:
         from dvclive import Live
@@ -45,13 +42,8 @@ class DVCLiveReporter(Reporter):
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self.live.step = step
-        for name, value in values.items():
-            number = as_number(value)
-            if number is not None:
-                self.live.log_metric(name, number)
-            elif name not in self._not_numbers:
-                self._not_numbers.add(name)
-                logger.warning(f"DVCLive accepts numbers only; {name}={value!r} is not logged there.")
+        for name, number in self._numbers.of(values).items():
+            self.live.log_metric(name, number)
         self.live.make_summary()
 
     def artifact(self, path: str | os.PathLike[str], name: str) -> None:
@@ -60,13 +52,7 @@ class DVCLiveReporter(Reporter):
 
     def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
         folder = Path(self.live.plots_dir) / "metrics"
-        stored: dict[int, set[str]] = defaultdict(set)
-        for file in folder.rglob("*.tsv"):
-            name = file.relative_to(folder).with_suffix("").as_posix()
-            for line in csv.DictReader(file.open(newline=""), delimiter="\t"):
-                if (line.get("step") or "").isdigit():
-                    stored[int(line["step"])].add(name)
-        return without_stored(rows, stored)
+        return without_stored(rows, (pair for file in folder.rglob("*.tsv") for pair in _steps_in(file, folder)))
 
     def finish(self, status: str) -> None:
         self.live.end()
@@ -103,9 +89,8 @@ class DVCLiveCallback(ReporterCallback):
         return getattr(self.reporter, "live", None)
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log_model == "all" and state.is_world_process_zero:
-            folder = checkpoint_of(args, state)
-            self.artifact(folder, folder.name)
+        if self._log_model == "all":
+            self.send_checkpoint(args, state)
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self._log_model is True and state.is_world_process_zero:
@@ -113,6 +98,14 @@ class DVCLiveCallback(ReporterCallback):
             if folder is not None:
                 self.artifact(folder, "best" if args.load_best_model_at_end else "last")
         super().on_train_end(args, state, control, **kwargs)
+
+
+def _steps_in(file: Path, folder: Path) -> Iterator[tuple[int, list[str]]]:
+    """The steps of a metric, each with its name."""
+    name = file.relative_to(folder).with_suffix("").as_posix()
+    for line in csv.DictReader(file.open(newline=""), delimiter="\t"):
+        if (line.get("step") or "").isdigit():
+            yield int(line["step"]), [name]
 
 
 def _repair(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..notices import logger
 from .base import Reporter, require
-from .callback import ReporterCallback, checkpoint_of
+from .callback import ReporterCallback
 from .model_files import wait_for
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ class FlyteCallback(ReporterCallback):
         self.save_log_history = save_log_history and _has_deck()
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.sync_checkpoints and state.is_world_process_zero:
-            folder = checkpoint_of(args, state)
-            self.artifact(folder, folder.name)
+        if self.sync_checkpoints:
+            self.send_checkpoint(args, state)
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.checkpoint.replacing import replace_text
 from ..notices import logger
 from .base import Row
 
@@ -67,9 +67,7 @@ class Journal:
 
         def replace(path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.new")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            replace_text(path, text)
 
         self._write(replace)
 

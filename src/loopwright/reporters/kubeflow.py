@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..core.events import TrainerCallback
 from ..errors import ArgumentsError
 from ..notices import logger
-from .base import Reporter
-from .tensorboard import as_number
+from .base import Reporter, as_number
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments

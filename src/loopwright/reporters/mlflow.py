@@ -6,15 +6,13 @@ import json
 import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..notices import logger
-from .base import Reporter, Row, RunInfo, is_on, require, without_stored
-from .callback import ReporterCallback, checkpoint_of
+from .base import Numbers, Reporter, Row, RunInfo, is_on, require, without_stored
+from .callback import ReporterCallback
 from .model_files import wait_for
-from .tensorboard import as_number
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -39,7 +37,7 @@ class MLflowReporter(Reporter):
         self._client: Any = None
         self._run_id: str | None = None
         self._is_own = True
-        self._not_numbers: set[str] = set()
+        self._numbers = Numbers(self.name)
 
     def attach(self) -> None:
         """Use the run that is active in the calling thread, if there is one."""
@@ -109,11 +107,7 @@ class MLflowReporter(Reporter):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        found = {_clean(name): as_number(value) for name, value in values.items()}
-        for name in [name for name, value in found.items() if value is None and name not in self._not_numbers]:
-            self._not_numbers.add(name)
-            logger.warning(f"{self.name} accepts numbers only; {name}={values.get(name)!r} is not logged there.")
-        metrics = [Metric(name, value, now, step) for name, value in found.items() if value is not None]
+        metrics = [Metric(_clean(name), value, now, step) for name, value in self._numbers.of(values).items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def artifact(self, path: str | os.PathLike[str], name: str) -> None:
@@ -124,11 +118,9 @@ class MLflowReporter(Reporter):
             self._client.log_artifact(self._run_id, os.fspath(path), artifact_path=name)
 
     def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
-        stored: dict[int, set[str]] = defaultdict(set)
-        for name in {name for row in rows for name in row.values}:
-            for metric in self._client.get_metric_history(self._run_id, _clean(name)):
-                stored[metric.step].add(name)
-        return without_stored(rows, stored)
+        names = {name for row in rows for name in row.values}
+        history = ((name, self._client.get_metric_history(self._run_id, _clean(name))) for name in names)
+        return without_stored(rows, ((each.step, [name]) for name, metrics in history for each in metrics))
 
     def finish(self, status: str) -> None:
         if self._is_own:
@@ -159,9 +151,8 @@ class MLflowCallback(ReporterCallback):
         super().setup(args, state, model, **kwargs)
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log_artifacts and state.is_world_process_zero:
-            folder = checkpoint_of(args, state)
-            self.artifact(folder, folder.name)
+        if self._log_artifacts:
+            self.send_checkpoint(args, state)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -108,7 +108,7 @@ class Sender:
             # A checkpoint that was saved before the tracker had started has no identifier of its run.
             known = {name: value for name, value in self._state().items() if value is not None}
             self._guarded("load_state_dict", {**record.state, **known})
-        if self.reporter_is("purges"):
+        if getattr(self.reporter, "purges", False):
             run, record = _purged(run, record)
         self._is_up = self._guarded("start", run)
         stored = record.stored + self._certain(record)
@@ -208,10 +208,6 @@ class Sender:
 
     def _state(self) -> dict[str, Any]:
         return dict(getattr(self.reporter, "state_dict", dict)())
-
-    def reporter_is(self, flag: str) -> bool:
-        """A class attribute of the reporter; False if it has none."""
-        return bool(getattr(self.reporter, flag, False))
 
     # ---- reports --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -55,12 +54,8 @@ class SwanLabReporter(Reporter):
     def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
         if self._run.mode != "offline":
             return None
-        stored: dict[int, set[str]] = defaultdict(set)
-        for folder in Path(self._run.dir).parent.glob(f"run-*-{self._run.id}"):
-            for file in folder.glob("*.swanlab"):
-                for name, step in scalars_of(file):
-                    stored[step].add(name)
-        return without_stored(rows, stored)
+        files = Path(self._run.dir).parent.glob(f"run-*-{self._run.id}/*.swanlab")
+        return without_stored(rows, ((step, [name]) for file in files for name, step in scalars_of(file)))
 
     def finish(self, status: str) -> None:
         if self._is_own and self._run.alive:

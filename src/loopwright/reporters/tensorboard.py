@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import numbers
 import os
 import socket
 import time
@@ -14,8 +13,7 @@ from typing import Any, ClassVar, Protocol
 from ..args.groups.tracking import tensorboard_folder
 from ..core.checkpoint.schema import check_part, file_part, maybe, record, text
 from ..errors import MissingPackage, NotAvailable
-from ..notices import logger
-from .base import Reporter, RunInfo
+from .base import Numbers, Reporter, RunInfo
 from .callback import ReporterCallback
 
 
@@ -94,7 +92,7 @@ class TensorBoardReporter(Reporter):
         self.log_dir: str | None = None
         self._run_id: str | None = None
         self._is_users = writer is not None
-        self._not_numbers: set[str] = set()
+        self._numbers = Numbers("TensorBoard")
 
     def start(self, run: RunInfo) -> None:
         is_new = run.run_id != self._run_id
@@ -108,13 +106,8 @@ class TensorBoardReporter(Reporter):
     def log(self, values: dict[str, Any], step: int) -> None:
         if self.writer is None:
             return
-        for name, value in values.items():
-            number = as_number(value)
-            if number is not None:
-                self.writer.add_scalar(name, number, step)
-            elif name not in self._not_numbers:
-                self._not_numbers.add(name)
-                logger.warning(f"TensorBoard accepts numbers only; {name}={value!r} is not logged there.")
+        for name, number in self._numbers.of(values).items():
+            self.writer.add_scalar(name, number, step)
         self.writer.flush()
 
     def artifact(self, path: str | os.PathLike[str], name: str) -> None:
@@ -167,20 +160,6 @@ def choose_log_dir(run: RunInfo, before: str | None = None) -> str:
             "folder, or pass a writer: callbacks=[TensorBoardCallback(tb_writer=...)]."
         )
     return chosen
-
-
-def as_number(value: Any) -> float | None:
-    """The value as a float, or None when it is not one number."""
-    if isinstance(value, numbers.Real):
-        return float(value)
-    # One-element arrays and tensors; item() raises for longer ones.
-    item = getattr(value, "item", None)
-    if item is None:
-        return None
-    try:
-        return as_number(item())
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 def _purge_step(run: RunInfo) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -67,10 +66,8 @@ class TrackioReporter(Reporter):
 
         if getattr(self._info and self._info.arguments, "trackio_space_id", None):
             return None
-        stored: dict[int, set[str]] = defaultdict(set)
-        for item in SQLiteStorage.get_logs(self._run.project, self._run.name):
-            stored[item["step"]].update(item)
-        return without_stored(rows, stored)
+        items = SQLiteStorage.get_logs(self._run.project, self._run.name)
+        return without_stored(rows, ((item["step"], item) for item in items))
 
     def finish(self, status: str) -> None:
         import trackio

@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,12 +140,8 @@ def history_of(path: Path) -> list[dict[str, Any]]:
     return [record["history"]["item"] for record in records_of(path) if record.get("type") == "history"]
 
 
-def _by_step(items: Any) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = defaultdict(set)
-    for item in items:
-        if STEP in item:
-            found[int(item[STEP])].update(item)
-    return found
+def _by_step(items: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    return ((int(item[STEP]), item) for item in items if STEP in item)
 
 
 def _group(run: RunInfo) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..callbacks.metrics_file import FILE_NAME, NON_FINITE
+from ..callbacks.metrics_file import FILE_NAME, parsed_row, restored
 from ..core.checkpoint.folder import STATE
 from ..core.checkpoint.manager import CheckpointManager
 from ..core.checkpoint.ownership.run_id import FINISHED, read_current
@@ -145,10 +145,11 @@ class CommandSearch(BaseSearch):
 def rows(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics.jsonl that is being written."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found = (parsed_row(line) for line in lines if line.endswith(b"\n"))
+    return [restored(row) for row in found if row is not None]
 
 
 def evaluations(process: subprocess.Popen[bytes], path: Path, metric: str) -> Iterator[tuple[int, dict[str, float]]]:
@@ -159,7 +160,7 @@ def evaluations(process: subprocess.Popen[bytes], path: Path, metric: str) -> It
         for row in rows(path):
             if metric in row and row["step"] > seen:
                 seen = row["step"]
-                yield seen, {name: NON_FINITE.get(value, value) for name, value in row.items()}
+                yield seen, row
         if has_ended:
             return
         time.sleep(TICK)

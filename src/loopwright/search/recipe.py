@@ -9,6 +9,7 @@ from typing import Any
 from ..args.base import BaseArguments
 from ..callbacks.defaults import default_callbacks
 from ..core.trainer import BaseTrainer
+from ..errors import first_line
 from .transfer import packed
 
 OF_THE_RUN = frozenset(
@@ -83,9 +84,5 @@ def part_not_pickled(recipe: Recipe) -> str | None:
         try:
             packed(value)
         except Exception as error:  # any class may define how it is pickled
-            return f"{name} ({_first_line(error)})"
+            return f"{name} ({first_line(error)})"
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

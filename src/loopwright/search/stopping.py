@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ..core.shutdown.lost_output import discard_lost_output
 from ..core.shutdown.parent import TIME_TO_SAVE
-from ..core.shutdown.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
+from ..core.shutdown.signals import STOPPED_AFTER_SAVING, WATCHED, restore_handlers, survives_terminal
 from ..notices import logger
 
 
@@ -79,8 +79,7 @@ def stopped_by_signals(running: Running) -> Iterator[None]:
         return
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        for each, handler in earlier.items():  # a second signal has its usual effect
-            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        restore_handlers(earlier)  # a second signal has its usual effect
         discard_lost_output()  # the signal may be that of a closed terminal
         name = signal.Signals(number).name
         logger.warning(f"{name} received: the trials save and stop; the same command continues the search")
@@ -95,5 +94,4 @@ def stopped_by_signals(running: Running) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, handler in earlier.items():
-            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        restore_handlers(earlier)

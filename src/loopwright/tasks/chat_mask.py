@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DataError
+from ..errors import DataError, first_line
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], bool], str]
@@ -158,10 +158,9 @@ def _rendered(render: Render, messages: list[Message], index: int, *, prompt: bo
     try:
         return render(messages, prompt)
     except Exception as error:  # a template may raise anything; its message is shown
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TemplateError(
-            f"the chat template cannot render the conversation up to message {index + 1} ({reason}); correct the "
-            "conversation, or set data.chat_template to another template"
+            f"the chat template cannot render the conversation up to message {index + 1} ({first_line(error)}); "
+            "correct the conversation, or set data.chat_template to another template"
         ) from None
 
 

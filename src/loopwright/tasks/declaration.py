@@ -11,6 +11,14 @@ from .fields import DataFields
 if TYPE_CHECKING:
     from .request import Request
 
+CLASS_METRICS = {
+    "accuracy": "fraction of correct classes",
+    "f1": "mean F1 of the classes",
+    "precision": "mean precision of the classes",
+    "recall": "mean recall of the classes",
+}
+"""Metrics of tasks that predict one class for each sample."""
+
 
 @dataclass
 class Materials:

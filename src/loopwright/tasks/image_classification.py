@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..args.field import Group, arg, positive
-from ..errors import ArgumentsError, DataError
-from .declaration import Materials, Task
+from ..errors import ArgumentsError, DataError, first_line
+from .declaration import CLASS_METRICS, Materials, Task
 from .fields import DataFields
 from .request import Request
 
@@ -35,7 +35,7 @@ def build(request: Request) -> Materials:
     """Model and data of image classification."""
     from ..pt.data.collators import DefaultDataCollator
     from .data.images import Images, image_files, transform_for
-    from .data.labels import class_metrics, unseen_classes
+    from .data.labels import class_metrics, class_options, unseen_classes
     from .model.models import known_labels, load_model
 
     data: ImageData = request.data
@@ -56,9 +56,7 @@ def build(request: Request) -> Materials:
     model = load_model(
         request,
         "AutoModelForImageClassification",
-        num_labels=len(names),
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
+        **class_options(names),
     )
     transform = transform_for(request, getattr(model, "config", None))
     if data.image_size is not None:
@@ -91,10 +89,9 @@ def _check_size(model: Any, transform: Any, request: Request) -> None:
         with torch.no_grad():
             model.eval()(images.to(next(model.parameters())))
     except (RuntimeError, ValueError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArgumentsError(
             f"{request.place('data.image_size')}={transform.height}: the model does not take images of this size "
-            f"({reason}); remove it to use the size of the model"
+            f"({first_line(error)}); remove it to use the size of the model"
         ) from None
     finally:
         model.train(was_training)
@@ -135,12 +132,7 @@ TASK = Task(
     name="image-classification",
     help="classify images; the data are folders with one folder for each class",
     data=ImageData,
-    metrics={
-        "accuracy": "fraction of correct classes",
-        "f1": "mean F1 of the classes",
-        "precision": "mean precision of the classes",
-        "recall": "mean recall of the classes",
-    },
+    metrics=CLASS_METRICS,
     default_metrics=("accuracy",),
     build=build,
     example={"model": "google/vit-base-patch16-224-in21k", "data": {"train": "images", "validation_share": 0.1}},

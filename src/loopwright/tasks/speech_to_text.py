@@ -36,9 +36,9 @@ class SpeechData(SpeechColumns, DataFields):
 
 def build(request: Request) -> Materials:
     """Model and data of speech to text."""
-    from .model.models import load_model, load_processor, load_tokenizer
+    from .model.models import load_feature_extractor, load_model, load_tokenizer
 
-    tokenizer, extractor = load_tokenizer(request), load_processor(request, "AutoFeatureExtractor")
+    tokenizer, extractor = load_tokenizer(request), load_feature_extractor(request)
     train, held = read_splits(request)
     notes: list[str] = []
 

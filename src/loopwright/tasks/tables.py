@@ -11,7 +11,7 @@ from ..args.field import Group, advised, arg, list_of_names
 from ..args.problems import short
 from ..errors import ArgumentsError, DataError
 from .data.readers import Rows, each_source, missing_file, need_column, read_splits
-from .declaration import Materials, Task
+from .declaration import CLASS_METRICS, Materials, Task
 from .fields import DataFields
 from .request import Request
 
@@ -297,12 +297,7 @@ CLASSIFICATION = Task(
     name="table-classification",
     help="predict a class from the columns of a table, or from arrays",
     data=TableData,
-    metrics={
-        "accuracy": "fraction of correct classes",
-        "f1": "mean F1 of the classes",
-        "precision": "mean precision of the classes",
-        "recall": "mean recall of the classes",
-    },
+    metrics=CLASS_METRICS,
     default_metrics=("accuracy", "f1"),
     build=build_classification,
     example={"model": _MODEL, "data": {"train": "train.csv", "validation_share": 0.2, "target_column": "label"}},

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..args.field import Group, arg, list_of_names
 from .data.readers import each_source, need_column, need_text, need_tokens, read_splits
-from .declaration import Materials, Task
+from .declaration import CLASS_METRICS, Materials, Task
 from .fields import DataFields, LengthFields
 from .request import Request
 
@@ -35,7 +35,7 @@ class TextData(LengthFields, TextColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of text classification."""
     from ..pt.data.collators import DataCollatorWithPadding
-    from .data.labels import class_metrics, label_names, label_notes, with_numbers
+    from .data.labels import class_metrics, class_options, label_names, label_notes, with_numbers
     from .model.models import load_model, load_tokenizer
 
     data: TextData = request.data
@@ -63,9 +63,7 @@ def build(request: Request) -> Materials:
     model = load_model(
         request,
         "AutoModelForSequenceClassification",
-        num_labels=len(names),
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
+        **class_options(names),
         pad_token_id=tokenizer.pad_token_id,
     )
     return Materials(
@@ -83,12 +81,7 @@ TASK = Task(
     name="text-classification",
     help="classify texts, or pairs of texts",
     data=TextData,
-    metrics={
-        "accuracy": "fraction of correct classes",
-        "f1": "mean F1 of the classes",
-        "precision": "mean precision of the classes",
-        "recall": "mean recall of the classes",
-    },
+    metrics=CLASS_METRICS,
     default_metrics=("accuracy", "f1"),
     build=build,
     example={

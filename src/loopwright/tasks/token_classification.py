@@ -36,7 +36,7 @@ class TokenData(LengthFields, TokenColumns, DataFields):
 def build(request: Request) -> Materials:
     """Model and data of token classification."""
     from ..pt.data.collators import DataCollatorForTokenClassification
-    from .data.labels import label_names, label_notes
+    from .data.labels import class_options, label_names, label_notes
     from .model.models import load_model, load_tokenizer
 
     data: TokenData = request.data
@@ -49,9 +49,7 @@ def build(request: Request) -> Materials:
     model = load_model(
         request,
         "AutoModelForTokenClassification",
-        num_labels=len(names),
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
+        **class_options(names),
     )
     return Materials(
         model=model,

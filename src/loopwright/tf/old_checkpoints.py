@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..core.outputs import TrainOutput
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from ..keras.internals import KerasInternals
 from ..notices import logger
 from .variables import raw
@@ -76,7 +76,7 @@ def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
         tf.train.Checkpoint(model=model).restore(prefix).assert_existing_objects_matched()
     except (AssertionError, ValueError) as error:
         raise CheckpointError(
-            f"{prefix} does not match the model ({str(error).splitlines()[0]}). Load weights of a tf_keras model "
+            f"{prefix} does not match the model ({first_line(error)}). Load weights of a tf_keras model "
             "into a tf_keras model (TF_USE_LEGACY_KERAS=1)"
         ) from error
     if any(".OPTIMIZER_SLOT/optimizer/" in name for name in saved):

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..core.update import Update
-from ..keras.data.host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
+from ..keras.data.host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, stacked, with_row_weights
 from ..keras.strategy import KerasStrategy, UpdateRules, as_host, plain_errors
 from .compiled import FlatFunction
 from .rng import TFStreams
@@ -108,8 +108,7 @@ class TFStrategy(KerasStrategy):
 
     def placed(self, batches: list[HostBatch], *, loop: bool = False) -> Any:
         """Features, labels and row weights for the local replicas: per micro-batch, or stacked."""
-        weighed = any(batch.padded_rows > batch.rows for batch in batches)
-        whole = [(batch.features, batch.labels, row_weights(batch) if weighed else None) for batch in batches]
+        whole = with_row_weights(batches)
         if loop:
             stack = stacked(whole)
             return self._divided(stack, batches[0].padded_rows, axis=1) if self.spreads else stack

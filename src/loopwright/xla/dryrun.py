@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import ArgumentsError, LoopwrightError, NotAvailable
+from ..errors import ArgumentsError, LoopwrightError, NotAvailable, first_line
 from ..pt.arguments import TrainingArguments
 from ..pt.loss.targets import check_loss
 from ..pt.optim.optimizers.decay import check_trainable
@@ -327,7 +327,7 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
         )
     except Exception as error:  # JAX has no public exception class for this in every version
         kind = ArgumentsError if "INVALID_ARGUMENT" in str(error) else NotAvailable
-        raise kind(f"--topology {topology.name}: libtpu cannot describe it: {_first_line(error)}") from error
+        raise kind(f"--topology {topology.name}: libtpu cannot describe it: {first_line(error).rstrip('.')}") from error
     step = build_step(trainer, batch, len(found.devices))
     mesh = Mesh(np.array(found.devices), ("data",))
     whole, spread = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
@@ -348,8 +348,8 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
     except Exception as error:  # tracing runs the user's model in two other libraries
         raise NotAvailable(
             f"the dry run cannot trace {type(trainer.model).__name__}{_place_of(error)}: {type(error).__name__}: "
-            f"{_first_line(error)}. It traces the model through torchax and JAX, as shapes without values; this does "
-            "not affect training"
+            f"{first_line(error).rstrip('.')}. It traces the model through torchax and JAX, as shapes without values; "
+            "this does not affect training"
         ) from error
 
 
@@ -385,7 +385,3 @@ def _place_of(error: Exception) -> str:
         if not frame.filename.startswith((*packages, own)) and "contextlib" not in frame.filename
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no details"])[0].rstrip(".")

@@ -157,11 +157,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
     def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
         flag = SingleDevice.nonfinite(self, loss, norm, sticky=False).to(torch.float32)
         self._sum([flag])
-        shared = flag > 0
-        if not sticky:
-            return shared
-        self._broken = shared if self._broken is None else self._broken | shared
-        return self._broken
+        return self._with_earlier(flag > 0) if sticky else flag > 0
 
     # ---- numbers ----------------------------------------------------------------------------------------------------
 

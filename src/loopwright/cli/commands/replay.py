@@ -20,7 +20,7 @@ from ...args.secrets import MASK
 from ...callbacks.metrics_file import FILE_NAME, read_metrics
 from ...core.events import TrainerCallback
 from ...core.resuming.run_record import read_record
-from ...errors import ArgumentsError, CheckpointError
+from ...errors import ArgumentsError, CheckpointError, some
 from ...notices import Notices
 from ..json_output import add_json, show
 from ..script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
@@ -282,7 +282,8 @@ def report(replay: Replay, differences: list[str]) -> str:
     """The report: each compared value, and the result."""
     logged = replay.rows[replay.step]
     start = os.path.basename(replay.start) if replay.start else "the start"
-    samples = "unknown: the dataset decides its own order" if replay.samples is None else _some(replay.samples)
+    own_order = "unknown: the dataset decides its own order"
+    samples = own_order if replay.samples is None else some(map(str, replay.samples), 64)
     lines = [f"step {replay.step} of {replay.run}, replayed from {start}", f"samples: {samples}"]
     lines.append(f"{'':<14} {'logged':<24} {'replayed':<24}")
     for name in COMPARED:
@@ -296,11 +297,6 @@ def report(replay: Replay, differences: list[str]) -> str:
 
 def _shown(row: dict[str, Any], name: str) -> str:
     return repr(row[name]) if name in row else "-"
-
-
-def _some(values: list[int], most: int = 64) -> str:
-    more = f" and {len(values) - most} more" if len(values) > most else ""
-    return ", ".join(map(str, values[:most])) + more
 
 
 def _ranges(steps: list[int], most: int = 30) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, first_line
 from .reading import document_content
 from .schema import Shape, anything, check, label
 
@@ -64,9 +64,6 @@ def read_json(path: Path, shape: Shape = anything) -> Any:
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{label(path)} is not a JSON document ({_short(error)}); it was damaged") from error
+        reason = first_line(error)[:100]
+        raise CheckpointError(f"{label(path)} is not a JSON document ({reason}); it was damaged") from error
     return check(value, shape, path)
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:100]

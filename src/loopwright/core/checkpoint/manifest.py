@@ -157,7 +157,7 @@ def parsed(content: bytes | str) -> Manifest | None:
     return Manifest(**values) if values.keys() <= known and SHAPE(values, MANIFEST) is None else None
 
 
-def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | None:
+def damage(folder: Path, manifest: Manifest) -> str | None:
     """The problem of the first damaged file of the folder, or None if all are intact."""
     outside = names_outside(manifest.files)
     if outside is not None:
@@ -171,14 +171,14 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
         if size != expected["size"]:
             return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
         try:
-            found = persistent(partial(_hash, path), path) if hashes else None
+            found = persistent(partial(_hash, path), path)
         except FileNotFoundError:  # another process has removed the checkpoint in the meantime
             return f"{name} is missing"
         except CheckpointError as error:
             if error.errno != errno.EIO:
                 raise
             return Unreadable(f"{name} cannot be read (the disk reports an error)")
-        if found is not None and found != expected["sha256"]:
+        if found != expected["sha256"]:
             return f"{name} does not match its checksum; it was damaged after saving"
     try:
         refuse_unlisted(folder, manifest)

@@ -15,6 +15,7 @@ from ...errors import CheckpointError
 from ...notices import logger
 from ..checkpoint.json_files import read_json
 from ..checkpoint.ownership.run_id import FINISHED, RUNNING
+from ..checkpoint.replacing import replace_text
 from ..checkpoint.schema import named
 from .ledger import PARTS, Account, Ledger, Seconds
 
@@ -90,13 +91,6 @@ class LedgerFile:
             if not self._has_failed:
                 logger.warning(f"{self.folder / FILE} cannot be written ({error}); training continues without it")
             self._has_failed = True
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file's content, so that a reader finds the old or the new one; another process may do the same."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def read_ledger(folder: str | os.PathLike[str]) -> Recorded | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from ...errors import CheckpointError
 from ...notices import logger
 from ..checkpoint.json_files import read_json
 from ..checkpoint.ownership.run_id import CurrentRun
+from ..checkpoint.replacing import replace_text
 from ..checkpoint.schema import named
 
 FILE = "run.json"
@@ -38,14 +37,9 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
         folder = ""
     record = {**words, "folder": folder, "python": sys.executable}
     path = Path(output_dir) / FILE
-    # Rank 0 of several machines may share the folder, so each writes a temporary file first.
-    temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
     try:
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, json.dumps(record, indent=1) + "\n")  # rank 0 of another machine may write the same file
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         logger.warning(f"{path} cannot be written ({error}); training continues, `loopwright replay` needs it")
 
 

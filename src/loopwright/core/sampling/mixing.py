@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from ..order import EpochOrder, Indices, Order, grouped_by_length
 
-Weights = Mapping[str, Any]
-"""A number for each source, or a list of [step, weight]: constant before the first and after the last of them."""
-
 
 def weights_at(weights: Sequence[Any], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The share of each source at each step; between two steps of a schedule, weights are interpolated."""
+    """The share of each source at each step.
+
+    A weight is a number, or a list of [step, weight], interpolated between them and constant before and after.
+    """
     rows = []
     for weight in weights:
         points = [(0, weight)] if isinstance(weight, (int, float)) else weight

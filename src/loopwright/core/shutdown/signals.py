@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -73,6 +73,12 @@ def _exit_if_ended(done: multiprocessing.synchronize.Event) -> None:
         os._exit(0)
 
 
+def restore_handlers(earlier: Mapping[int, Any]) -> None:
+    """Set the handlers that signals had before; None is one that was not set by Python."""
+    for number, handler in earlier.items():
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
 class Interrupted(BaseException):
     """Raised after a signal to leave an evaluation or an unfinished update; never reaches the user."""
 
@@ -127,8 +133,7 @@ class SignalWatch:
         self.chained()
 
     def _restore(self) -> None:
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        restore_handlers(self._earlier)
         self._earlier = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +107,6 @@ def split_batch(batch: Any, label_names: list[str] | None) -> tuple[Any, Any]:
     return features, labels[names[0]] if len(names) == 1 else labels
 
 
-def cut(value: Any, start: int, stop: int) -> Any:
-    """Rows of every array."""
-    return mapped(lambda leaf: leaf[start:stop], value)
-
-
 def pad_rows(batch: HostBatch, rows: int) -> HostBatch:
     """The batch padded to this many rows with copies of its first row; integer labels of padding are ignored.
 
@@ -133,6 +128,12 @@ def row_weights(batch: HostBatch) -> Any:
     weights = np.zeros(batch.padded_rows, np.float32)
     weights[: batch.rows] = 1.0
     return weights
+
+
+def with_row_weights(batches: Sequence[HostBatch]) -> list[tuple[Any, Any, Any]]:
+    """Features, labels and row weights of each batch; the weights are None if no batch is padded."""
+    weighted = any(batch.padded_rows > batch.rows for batch in batches)
+    return [(batch.features, batch.labels, row_weights(batch) if weighted else None) for batch in batches]
 
 
 def even_cuts(rows: int, parts: int) -> list[tuple[int, int]]:

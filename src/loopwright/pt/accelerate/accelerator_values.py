@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.gather import map_leaves
+
 
 def first_samples(values: Any, number: int) -> Any:
     """The first samples of nested tensors."""
-    if isinstance(values, dict):
-        return {name: first_samples(value, number) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(first_samples(value, number) for value in values)
-    return values[:number] if isinstance(values, Tensor) and values.dim() else values
+    return map_leaves(lambda each: each[:number] if isinstance(each, Tensor) and each.dim() else each, values)
 
 
 def has_tensors(value: Any) -> bool:
@@ -24,11 +22,7 @@ def has_tensors(value: Any) -> bool:
 
 
 def scaled(value: Any, scale: float) -> Any:
-    if isinstance(value, dict):
-        return {name: scaled(each, scale) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(scaled(each, scale) for each in value)
-    return value * scale if isinstance(value, Tensor) and scale != 1 else value
+    return map_leaves(lambda each: each * scale if isinstance(each, Tensor) and scale != 1 else each, value)
 
 
 def combined(each: list[Any], factor: float) -> Any:

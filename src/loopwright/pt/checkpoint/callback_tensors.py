@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.state import TrainerState, restore_callback_states
-from .shards import BoxReader, copy_part, own_boxes, write_boxes
+from .shards import BoxReader, copy_part
 from .tensors import write_tensors
 
 STEM = "callbacks"
@@ -33,14 +32,6 @@ def tensors_of(callbacks: Iterable[Any], model: nn.Module) -> dict[str, Tensor]:
             place = kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
             found.update({f"{place}/{name}": each for name, each in callback.checkpoint_tensors(model).items()})
     return found
-
-
-def shard_writer(tensors: dict[str, Tensor], keep: Any, *, rank: int, world: int) -> Write:
-    """Writes this rank's shards of the tensors."""
-    boxes = own_boxes(tensors, rank)
-    values = keep({f"{STEM}/{name}": box.values for name, box in boxes.items()})
-    kept = {name: box._replace(values=values[f"{STEM}/{name}"]) for name, box in boxes.items()}
-    return partial(write_boxes, stem=STEM, boxes=kept, rank=rank, world=world)
 
 
 def whole_writer(tensors: dict[str, Tensor], keep: Any) -> Write:

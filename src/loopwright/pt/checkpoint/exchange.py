@@ -30,7 +30,7 @@ from ...core.checkpoint.folder import (
 from ...core.checkpoint.json_files import read_json
 from ...core.checkpoint.manifest import damage, describe, read_manifest
 from ...core.state import TrainerState
-from ...errors import CheckpointError
+from ...errors import CheckpointError, first_line
 from ..rng import rng_from_json
 from .described_values import check_plain, decode_value
 from .shards import BoxReader
@@ -182,7 +182,7 @@ def _lightning_file(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling disallowed types raises many exceptions
         raise CheckpointError(
-            f"{path} cannot be read safely: {str(error).splitlines()[0]}. Save it again without objects in "
+            f"{path} cannot be read safely: {first_line(error)}. Save it again without objects in "
             "hyper_parameters and callbacks"
         ) from error
     is_known = isinstance(found, Mapping) and {"state_dict", "global_step"} <= found.keys()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...speed.device.prefetch import leaves
 from ..devices import is_lazy
 from ..tensor_hashes import hashes, is_plain
 from .weights import is_adapter
@@ -231,7 +232,7 @@ def _weight_stamps(module: nn.Module) -> dict[str, Any]:
 
 def _stamps(values: Mapping[str, Any], saved: frozenset[int]) -> dict[str, Any]:
     """For each value one that is equal while its content is the same; `saved` is the memory of the state dict."""
-    tensors = {str(id(each)): each for value in values.values() for each in _tensors_in(value) if is_plain(each)}
+    tensors = {str(id(each)): each for value in values.values() for each in leaves(value) if is_plain(each)}
     found = hashes(tensors)
     return {name: _stamp(value, found, saved) for name, value in values.items()}
 
@@ -259,14 +260,6 @@ def _memory(values: Iterable[Any]) -> frozenset[int]:
     """The addresses of the memory of tensors, as far as there are any."""
     plain = [each for each in values if is_plain(each) and not is_lazy(each.device)]
     return frozenset(each.untyped_storage().data_ptr() for each in plain) - {0}
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)
 
 
 def _copy(value: Any, made: dict[int, Tensor], saved: frozenset[int]) -> Any:

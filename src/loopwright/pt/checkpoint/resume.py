@@ -20,7 +20,7 @@ from .callback_tensors import STEM, load_tensors, restore_with_tensors, tensors_
 from .module_state import ModuleState
 from .rank_state import own_random_states, place_of_record, record_of
 from .registered import Registered
-from .shards import BoxReader, sharded_slots, slot_reader
+from .shards import BoxReader, SlotReader, sharded_slots
 from .tensors import (
     decode_schedule,
     parameter_names,
@@ -205,8 +205,9 @@ class TorchResuming(TorchPart, Resuming):
             return
         with BoxReader(folder, OPTIMIZER).opened() as reader:
             described = read_description(folder, reader.names())
+            slots: Any = SlotReader(reader, module)  # a mapping of tensors
             with restoring(folder / f"{OPTIMIZER}.json", "the optimizer"):
-                self.strategy.load_optimizer(described, slot_reader(reader, module), self.trainer.optimizer, module)
+                self.strategy.load_optimizer(described, slots, self.trainer.optimizer, module)
 
     def _random_states(self, folder: Path) -> dict[str, Any]:
         """This rank's random states; a rank that did not exist at the save gets new ones."""

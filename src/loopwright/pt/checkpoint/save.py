@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from ...core.user_code.overrides import adapt, is_overridden
 from ...errors import CheckpointError
 from ..measure.memory_metrics import free_memory
 from ..rng import rng_to_json
-from .callback_tensors import shard_writer, tensors_of, whole_writer
+from .callback_tensors import STEM, tensors_of, whole_writer
 from .described_values import check_plain
 from .format import why_not_transformers_files
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
 from .resume import TorchResuming
 from .round_trip import check_checkpoint, check_companions, export_warning
-from .shards import own_boxes, save_config, write_boxes
+from .shards import save_config, shard_writer
 from .tensors import (
     HostSnapshot,
     copied,
@@ -210,7 +210,7 @@ class TorchSaving(TorchResuming):
         if not tensors:
             return []
         if self.strategy.is_sharded and not self._saves_whole():
-            return [shard_writer(tensors, keep, rank=self.strategy.rank, world=self.strategy.world_size)]
+            return [shard_writer(STEM, tensors, keep, rank=self.strategy.rank, world=self.strategy.world_size)]
         whole = self._gathered_tensors(tensors, leads=leads)
         return [whole_writer(whole, keep)] if leads else []
 
@@ -263,10 +263,7 @@ class TorchSaving(TorchResuming):
             described, slots = self.strategy.optimizer_state(self.trainer.optimizer, module)
         writers: list[Callable[[Path], Any]] = []
         for stem, tensors in (("model", self.strategy.model_state(module)), (OPTIMIZER, slots)):
-            boxes = own_boxes(tensors, rank)
-            values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
-            kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
-            writers.append(partial(write_boxes, stem=stem, boxes=kept, rank=rank, world=world))
+            writers.append(shard_writer(stem, tensors, keep, rank=rank, world=world))
         if leads:
             writers.append(lambda folder: write_json(folder / f"{OPTIMIZER}.json", described) if described else None)
             writers += [lambda folder: save_config(module, folder), self._save_companions]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,11 @@ class Box(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """The shape of the full tensor."""
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """The position of the part in the full tensor."""
+        return tuple(slice(low, low + n) for low, n in zip(self.offset, self.values.shape, strict=True))
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -94,6 +100,16 @@ def write_boxes(folder: Path, stem: str, boxes: Mapping[str, Box], rank: int, wo
             "boxes": [place],
         }
     return Part([file], entries)
+
+
+def shard_writer(
+    stem: str, tensors: Mapping[str, Tensor], keep: Any, *, rank: int, world: int
+) -> Callable[[Path], Any]:
+    """Writes this rank's shards of the tensors, of which `keep` makes a copy now."""
+    boxes = own_boxes(tensors, rank)
+    values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
+    kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
+    return partial(write_boxes, stem=stem, boxes=kept, rank=rank, world=world)
 
 
 def files_in_index(folder: Path) -> list[str]:
@@ -284,8 +300,7 @@ def sharded_like(values: Any, parameter: Any) -> Any:
     if not is_distributed(parameter) or not isinstance(values, Tensor) or values.shape != parameter.shape:
         return values
     box = local_part(parameter)
-    places = tuple(slice(low, low + n) for low, n in zip(box.offset, box.values.shape, strict=True))
-    return like(values[places].to(box.values.device), parameter)
+    return like(values[box.places].to(box.values.device), parameter)
 
 
 class SlotReader:
@@ -314,11 +329,6 @@ def sharded_slots(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         if is_distributed(parameter) and index in slots:
             slots[index] = {name: sharded_like(value, parameter) for name, value in slots[index].items()}
     return {**state, "state": slots}
-
-
-def slot_reader(reader: BoxReader, module: nn.Module) -> Any:
-    """The mapping in which `decode_optimizer` finds tensors."""
-    return SlotReader(reader, module)
 
 
 def save_config(model: Any, folder: Path) -> None:

@@ -25,7 +25,7 @@ from ...core.checkpoint.schema import (
     record,
     text,
 )
-from ...errors import CheckpointError
+from ...errors import CheckpointError, some
 from ..devices import address_of
 from .described_values import decode_value, encode_value, owner_of, tensors_in
 from .optimizer_options import check_groups
@@ -160,10 +160,10 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 
-def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, source: str) -> None:
+def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into the model's memory; a tied weight may be given under any of its names."""
     own = model.state_dict(keep_vars=True)
-    check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=strict, source=source)
+    check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=True, source="memory")
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in own:
@@ -194,13 +194,6 @@ def _place(tensor: Any) -> Any:
     if hasattr(tensor, "device_mesh"):
         return id(tensor)
     return (address_of(tensor), tuple(tensor.shape)) if tensor.numel() else object()
-
-
-def some(names: Iterable[str], most: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
 
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ...core.part import DataPart
-from ...errors import ArgumentsError
+from ...errors import ArgumentsError, first_line
 from ...snapshot import untouched_rng
 from ..device_traits import kind_of
 from ..loss.targets import IGNORED, check_loss
@@ -103,7 +103,7 @@ class Shapes(TorchPart, DataPart):
         try:
             one, all_rows = self._mean_loss_of(dict(batch)), self._mean_loss_of(everywhere)
         except Exception as error:  # a user's loss may raise anything: the error is the reason
-            return f"the loss does not accept labels of {IGNORED}: {(str(error).splitlines() or [repr(error)])[0]}"
+            return f"the loss does not accept labels of {IGNORED}: {first_line(error)}"
         finally:
             self.model.train(was_training)
         if abs(one - all_rows) <= CLOSE * max(abs(one), abs(all_rows), 1e-12):

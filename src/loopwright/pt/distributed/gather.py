@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,25 +63,24 @@ class _Slot:
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
+    def placed(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
         return _Slot(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {name: _outline(each, tensors) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_outline(each, tensors) for each in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_outline(each, tensors) for each in value)
-    return value
+
+    return map_leaves(placed, value)
 
 
 def _filled(outline: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(outline, _Slot):
-        return tensors[outline.number]
-    if isinstance(outline, dict):
-        return {name: _filled(each, tensors) for name, each in outline.items()}
-    if isinstance(outline, tuple) and hasattr(outline, "_fields"):
-        return type(outline)(*(_filled(each, tensors) for each in outline))
-    if isinstance(outline, (list, tuple)):
-        return type(outline)(_filled(each, tensors) for each in outline)
-    return outline
+    return map_leaves(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Slot) else leaf, outline)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested dicts, lists and tuples (also named ones), with the function applied to everything in them."""
+    if isinstance(value, dict):
+        return {name: map_leaves(function, each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [map_leaves(function, each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return function(value)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ...core.distributed.beacon import Sighting, describe, late_ones, phase_of, stack_text
-from ...errors import LostRankError
+from ...errors import LostRankError, first_line
 from ...notices import logger
 
 TICK = 1.0
@@ -74,10 +74,10 @@ class HangDetector:
             # A thread inside a torch call at interpreter exit would abort the process. One that is connected to an
             # unreachable machine may never return and is abandoned.
             thread.join(LAST_CALL)
-        if is_lost_connection(error):
+        if error is not None and is_lost_connection(error):
             reason = self.explain()
             if reason:
-                raise LostRankError(f"{reason}\n  ({str(error).splitlines()[0]})") from error
+                raise LostRankError(f"{reason}\n  ({first_line(error)})") from error
 
     def _until_over(self, work: Callable[[Any], None]) -> None:
         try:

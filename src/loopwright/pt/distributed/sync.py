@@ -75,10 +75,14 @@ class SharedLoss(TorchLoss):
     def _settle_kernels(self, batches: list[Any]) -> None:
         """Compare requested kernels on the same batch on all ranks, so that their results agree."""
         if self.internals.kernels.is_pending:
-            rows = self.processes.all_gather_numbers([float(bool(batches))])
-            holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
+            holders = self._holders_of_any(batches)
             if holders:
                 self.internals.kernels.settle(self._batches_of(holders[0], batches))
+
+    def _holders_of_any(self, batches: list[Any]) -> list[int]:
+        """The ranks that have batches."""
+        rows = self.processes.all_gather_numbers([float(bool(batches))])
+        return [rank for rank, (has_any,) in enumerate(rows) if has_any]
 
     def _exchanged(self, update: Update, doubt: int) -> list[list[float]]:
         """The numbers of every rank for the update, in one all-gather."""
@@ -145,8 +149,7 @@ class SharedLoss(TorchLoss):
         is_due = self._is_recheck_due()
         if not accounting.is_open and not smoothed and not is_due:
             return
-        rows = self.processes.all_gather_numbers([float(bool(batches))])
-        holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
+        holders = self._holders_of_any(batches)
         if not holders:
             return
         found = self._batches_of(holders[0], batches)

@@ -17,6 +17,7 @@ from ...core.evaluation.metric_objects import MetricObjects
 from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update
 from ...core.user_code.overrides import is_overridden
+from ...errors import first_line
 from ...notices import logger
 from ...speed.evaluation.engine import WINDOW_BATCHES, EvaluationEngine
 from ...speed.evaluation.evaluation_setup import EvaluationSetup, Forward
@@ -263,7 +264,7 @@ class _Evaluating:
                 raise
             except Exception as error:  # of the model; the collator's batches show whether it is the user's
                 if not is_out_of_memory(error):
-                    self._engine.switch_off(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
+                    self._engine.switch_off(f"{type(error).__name__}: {first_line(error)[:120]}")
                     return None
             self._strategy.free_memory()
             if not self._engine.halve(batches):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from ...errors import first_line
 from ...speed.memory.out_of_memory import is_out_of_memory
 from . import messages
 from .comparison import (
@@ -76,7 +77,7 @@ class LossInference(LossFindings):
         if error is not None and is_part:  # a model may need complete samples
             error = self._error_of_test(batches, batches, probe, splitter)
         if error is not None:
-            self.reason = f"the loss could not be tested: {type(error).__name__}: {_first_line(error)}"
+            self.reason = f"the loss could not be tested: {type(error).__name__}: {first_line(error)[:200]}"
             self.trouble = (
                 f"{self.reason}. It is weighted by {self.denominator.described()}; return (sum, count) to be exact"
             )
@@ -304,7 +305,7 @@ class LossInference(LossFindings):
             return self.record_loss_without_items()
         self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
         if error is not None:
-            self.reason = f"a part of a batch has no loss of its own: {_first_line(error)}"
+            self.reason = f"a part of a batch has no loss of its own: {first_line(error)[:200]}"
         elif trained is not None and trained.draws:
             self.reason = "the loss uses random numbers in training, besides dropout"
         if weighed and evaluated is not None and fits:
@@ -340,10 +341,6 @@ class LossInference(LossFindings):
 
 def _kind_of(by: Denominator) -> LossKind:
     return {SAMPLES: LossKind.SAMPLES, NOTHING: LossKind.TOTAL}.get(by.what, LossKind.MEAN)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _is_several(batches: Any) -> bool:

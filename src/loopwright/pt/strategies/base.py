@@ -65,11 +65,7 @@ class ManyProcesses(SingleDevice):
     def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
         flag = super().nonfinite(loss, norm, sticky=False).to(torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        shared = flag.bool()
-        if not sticky:
-            return shared
-        self._broken = shared if self._broken is None else self._broken | shared
-        return self._broken
+        return self._with_earlier(flag.bool()) if sticky else flag.bool()
 
     # ---- numbers and collectives -------------------------------------------------------------------------------------
 

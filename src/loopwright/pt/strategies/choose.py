@@ -18,10 +18,10 @@ from ...args.nested.zero import contradictions, stage_of
 from ...args.process import ProcessInfo
 from ...core.distributed.agreement import compare_arguments
 from ...errors import ArgumentsError
+from ..device_traits import kind_of
 from ..devices import is_lazy
 from ..distributed.process_group import Processes, open_processes
 from ..precision import Precision
-from .by_device import processes_on, strategy_on
 from .single import SingleDevice
 
 Build = Callable[[BaseArguments, torch.device, Precision], SingleDevice]
@@ -38,7 +38,11 @@ class Unsupported:
 
 
 def _single(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
-    return strategy_on(args, device, precision)
+    special = kind_of(device).strategy
+    if special is None:
+        return SingleDevice(device, precision, non_blocking=_non_blocking(args))
+    made: SingleDevice = special(args, device, precision)
+    return made
 
 
 def _ddp(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
@@ -234,7 +238,10 @@ def choose_strategy(args: BaseArguments, device: torch.device, precision: Precis
     if is_lazy(device) and requested_parallelism(args):
         chosen_row(args)  # unsupported combinations are refused on every device
         if requested_parallelism(args) == {"processes"}:
-            return processes_on(args, device, precision)
+            build = kind_of(device).processes
+            assert build is not None
+            made: SingleDevice = build(args, device, precision)
+            return made
         wanted = " and ".join(sorted(requested_parallelism(args)))
         raise ArgumentsError(
             f"on lazy XLA each rank holds the whole model, but this run uses {wanted}; start one process, and "

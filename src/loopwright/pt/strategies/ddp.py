@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...core.update import MicroBatch
-from ...errors import ModelError
+from ...errors import ModelError, some
 from ..distributed.process_group import Processes
 from ..precision import Precision
 from .base import ManyProcesses
@@ -112,7 +112,7 @@ class DataParallel(ManyProcesses):
         strangers = [named.get(p, "?") for p in self.contents.parameters if p.grad is not None and p not in known]
         if strangers:
             raise ModelError(
-                f"these parameters became trainable in the middle of a step: {listing(strangers)}. A step "
+                f"these parameters became trainable in the middle of a step: {some(strangers, 10)}. A step "
                 "reduces the gradients of those trainable at its start; change them in on_step_begin, on_step_end or "
                 "between epochs, on every rank"
             )
@@ -164,14 +164,9 @@ class DataParallel(ManyProcesses):
         return [names[each] for each in numbers if each < len(names)]
 
 
-def listing(names: list[str]) -> str:
-    """The first ten names, and how many more there are."""
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-
-
 def unused_parameters(names: list[str]) -> str:
     """The error for parameters without a gradient, with a remedy."""
     return (
-        f"these parameters got no gradient; DDP would hang waiting for them: {listing(names)}. Set "
+        f"these parameters got no gradient; DDP would hang waiting for them: {some(names, 10)}. Set "
         "requires_grad=False on them, use them, or set ddp_find_unused_parameters=True"
     )

@@ -232,5 +232,4 @@ def fill_from_first(model: nn.Module, whole: dict[str, Tensor], device: torch.de
             full = whole[name].to(place) if rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
             dist.broadcast(full, src=0)
             box = local_part(tensor)
-            at = tuple(slice(begin, begin + size) for begin, size in zip(box.offset, box.values.shape, strict=True))
-            box.values.copy_(full[at] if at else full)
+            box.values.copy_(full[box.places])

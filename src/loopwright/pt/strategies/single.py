@@ -225,8 +225,9 @@ class SingleDevice(OneProcess):
         if self.precision.scales:
             norm = None  # the scaler handles gradients that overflow
         flag = ~torch.isfinite(loss if norm is None else loss + norm)
-        if not sticky:
-            return flag
+        return self._with_earlier(flag) if sticky else flag
+
+    def _with_earlier(self, flag: Tensor) -> Tensor:
         self._broken = flag if self._broken is None else self._broken | flag
         return self._broken
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...args.problems import short
-from ...errors import ArgumentsError, DataError
+from ...errors import ArgumentsError, DataError, some
 from ..metrics import chosen, class_scores
 from ..model.models import known_labels
 from ..request import Request
@@ -79,11 +79,10 @@ def unseen_classes(trained: Iterable[str], validated: Mapping[str, int], source:
     unseen = {name: count for name, count in validated.items() if name not in known}
     if not unseen:
         return []
-    listed = ", ".join(f"{name!r} ({count:,})" for name, count in list(unseen.items())[:MOST_NAMED])
-    more = f" and {len(unseen) - MOST_NAMED:,} more" if len(unseen) > MOST_NAMED else ""
+    listed = some((f"{name!r} ({count:,})" for name, count in unseen.items()), MOST_NAMED)
     verb = "does" if len(unseen) == 1 else "do"
     problem = f"{source}: {len(unseen):,} of the classes of the validation data {verb} not occur in the training data"
-    return [f"{problem}, so the model cannot learn them: {listed}{more}; add training samples of them, or remove them"]
+    return [f"{problem}, so the model cannot learn them: {listed}; add training samples of them, or remove them"]
 
 
 def _alike(names: Iterable[str], source: str, column: str) -> list[str]:
@@ -121,6 +120,12 @@ def with_numbers(rows: Iterable[dict[str, Any]], column: str, names: Sequence[st
     """The class of each row as a number."""
     numbers = {name: index for index, name in enumerate(names)}
     return [numbers[name_of(row[column])] for row in rows]
+
+
+def class_options(names: Sequence[str]) -> dict[str, Any]:
+    """The values of a model's configuration that follow from the names of the classes."""
+    numbers = {name: index for index, name in enumerate(names)}
+    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
 
 
 def class_metrics(metrics: list[str]) -> Callable[[Any], dict[str, float]] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...args.field import advised
 from ...args.problems import short
-from ...errors import ArgumentsError, DataError, MissingPackage
+from ...errors import ArgumentsError, DataError, MissingPackage, first_line
 from ..fields import DataFields
 from ..request import Request
 
@@ -263,7 +263,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         yield from parquet.read_table(path).to_pylist()
     except (ValueError, OSError) as error:  # pyarrow's errors of a damaged file
-        raise DataError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
+        raise DataError(f"{path}: not Parquet ({first_line(error)})") from None
 
 
 def _text(path: Path) -> Iterator[Row]:
@@ -313,10 +313,9 @@ def _from_datasets(request: Request, name: str, split: str) -> list[Row]:
     try:
         found = package.load_dataset(name, request.data.subset, split=wanted)
     except Exception as error:  # `datasets` raises errors of many packages; the reason is in the message
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"{place}: {name!r} is neither a file nor a folder here, and `datasets` cannot load its split "
-            f"{wanted!r}: {reason}"
+            f"{wanted!r}: {first_line(error)}"
         ) from None
     return _rows_of_dataset(found, wanted, place)
 

@@ -6,7 +6,7 @@ from copy import copy
 from typing import Any
 
 from ...args.field import nearest
-from ...errors import ArgumentsError, MissingPackage
+from ...errors import ArgumentsError, MissingPackage, first_line
 from ..fields import LoraFields
 from ..request import Request
 
@@ -62,7 +62,7 @@ def with_adapter(model: Any, fields: LoraFields, request: Request, auto: str) ->
         return peft.get_peft_model(model, options)
     except ValueError as error:
         named = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ArgumentsError(
             f"{request.place('lora.target_modules')}: {reason}; this model has {', '.join(named[:12])}"
         ) from None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...args.field import nearest
 from ...args.problems import short
-from ...errors import ArgumentsError, MissingPackage, ModelError
+from ...errors import ArgumentsError, MissingPackage, ModelError, some
 from ...notices import logger
 from ..data.readers import missing_file
 from ..request import Request
@@ -231,11 +231,10 @@ def _is_causal(config: Any) -> bool:
     return bool(getattr(config, "causal", False))  # XLM's name of is_decoder
 
 
-def load_processor(request: Request, auto: str) -> Any:
-    """A processor of transformers, such as AutoFeatureExtractor."""
+def load_feature_extractor(request: Request) -> Any:
+    """The feature extractor of the model."""
     transformers = transformers_package("a processor")
-    name, place = _tokenizer_name(request)
-    return _loaded(getattr(transformers, auto), name, place)
+    return _loaded(transformers.AutoFeatureExtractor, *_tokenizer_name(request))
 
 
 def _tokenizer_name(request: Request) -> tuple[str, str]:
@@ -292,8 +291,7 @@ def _with_weights(kind: Any, name: str, place: str, **options: Any) -> Any:
     changed = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys", ())]
     new = sorted({*found["missing_keys"], *changed})
     if new:
-        more = f" and {len(new) - MOST} more" if len(new) > MOST else ""
-        logger.warning(f"{name}: no trained weights for {', '.join(new[:MOST])}{more}; they start at random values")
+        logger.warning(f"{name}: no trained weights for {some(new, MOST)}; they start at random values")
     return model
 
 

@@ -29,6 +29,7 @@ class Claim:
     born: str | None = None
     """The start time of the process, since numbers are used again."""
     run: str | None = None
+    """Not used; in the files of older versions."""
 
     def encoded(self) -> bytes:
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
@@ -56,12 +57,10 @@ class Claim:
         return state in ("Z", "X") or (self.born is not None and born is not None and born != self.born)
 
 
-def own_claim(token: str, run: str | None = None) -> Claim:
+def own_claim(token: str) -> Claim:
     """The claim of this process."""
     now = datetime.now(UTC).astimezone().isoformat(sep=" ", timespec="seconds")
-    return Claim(
-        token, socket.gethostname(), os.getpid(), now, _boot(), _namespace(), _status_of(os.getpid())[1], run=run
-    )
+    return Claim(token, socket.gethostname(), os.getpid(), now, _boot(), _namespace(), _status_of(os.getpid())[1])
 
 
 def decoded(content: bytes) -> Claim | None:

@@ -6,7 +6,6 @@ add an optimizer: one function and one row, or `register_optimizer` from outside
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ....args.field import unknown_name
 from ....args.groups.optimizer import OptimizerArgs
 from ....core.user_code.error_notes import add_note
 from ....errors import ArgumentsError, MissingPackage
@@ -68,7 +68,7 @@ def optimizer_class_and_kwargs(
     values = OptimizerSpec.of(args, total_updates=total_updates, decay_names=decay_names, tell=tell)
     row = OPTIMIZERS.get(values.name)
     if row is None:
-        raise ArgumentsError(_unknown_optimizer(values.name))
+        raise ArgumentsError(unknown_name("optimizer", values.name, OPTIMIZERS))
     _check_installed(row, values.name)
     cls, kwargs = row.builder(values, model)
     return cls, dict(kwargs)
@@ -136,12 +136,6 @@ def _check_installed(row: OptimizerRow, name: str) -> None:
     package = PACKAGES.get(row.needs, Package(row.needs, row.needs))
     if find_spec(package.module) is None:
         raise MissingPackage(row.needs, needed_for=f"optim='{name}'", install=package.install)
-
-
-def _unknown_optimizer(name: str) -> str:
-    near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"No optimizer is called '{name}'.{hint} Known: {', '.join(sorted(OPTIMIZERS))}."
 
 
 def _bnb(name: str, bits: int, *, paged: bool = False) -> OptimizerRow:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .randomness import decode_numpy, decode_python, encode_numpy, encode_python
-from .strategy import OneProcess, StepwiseStrategy
-from .update import MicroBatch, Update
+from loopwright.core.randomness import decode_numpy, decode_python, encode_numpy, encode_python
+from loopwright.core.strategy import OneProcess, StepwiseStrategy
+from loopwright.core.update import MicroBatch, Update
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
