@@ -95,6 +95,38 @@ def test_a_run_of_transformers_with_other_groups_of_parameters_goes_on_here(tmp_
     assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_a_greedy_schedule_goes_on(first: str, tmp_path: Path) -> None:
+    """It is restored with all its counters, in both directions."""
+    libraries = {"theirs": transformers, "ours": loopwright}
+    own = {"theirs": {}, "ours": {"checkpoint_format": "transformers"}}
+
+    def run(name: str, resume: str | None = None) -> Any:
+        args = libraries[name].TrainingArguments(
+            str(tmp_path / name), max_steps=12, save_steps=5, use_cpu=True, disable_tqdm=True, learning_rate=0.01,
+            lr_scheduler_type="greedy", metric_for_best_model="score", greater_is_better=True, eval_strategy="steps",
+            lr_scheduler_kwargs={"patience": 1, "factor": 0.5, "mode": "max", "smooth": True, "window_size": 3},
+            eval_steps=1, per_device_train_batch_size=4, logging_steps=1, **own[name],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer = libraries[name].Trainer(
+            TASKS["regression"].model(0.0), args, train_dataset=TASKS["regression"].data(32),
+            eval_dataset=TASKS["regression"].data(4),
+            compute_metrics=lambda prediction: {"score": float(trainer.state.global_step % 4)},
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def rates(trainer: Any) -> list[float]:
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+
+    whole = run(first)
+    for second in ("theirs", "ours"):
+        rest = run(second, resume=str(tmp_path / first / "checkpoint-5"))
+        assert rates(rest) == pytest.approx(rates(whole)) and len({*rates(whole)}) > 2
+        assert_close(rest, whole)
+
+
 def test_the_best_checkpoint_of_transformers_may_be_older_than_the_best_evaluation(tmp_path: Path) -> None:
     def run(library: Any, resume: str | None = None) -> Any:
         args = library.TrainingArguments(
