@@ -227,6 +227,14 @@ def test_ignore_data_skip_starts_the_epoch_anew(tmp_path: Path) -> None:
     assert again._loopwright.run.progress.samples_seen == 8 + 14 + 14
 
 
+def test_ignore_data_skip_repeats_no_complete_epoch(tmp_path: Path) -> None:
+    """The checkpoint of the last step of an epoch is written before the epoch ends."""
+    make(tmp_path / "run", save_steps=4).train()
+    again = make(tmp_path / "run", ignore_data_skip=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-4"))
+    assert [row["epoch"] for row in again.state.log_history if "loss" in row][3:6] == [1.0, 1.25, 1.5]
+
+
 class OwnGenerator(Trainer):
     def get_train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(3)
