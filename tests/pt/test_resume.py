@@ -94,6 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logging by epoch": {"logging_strategy": "epoch"},
     "saving at the end of an epoch": {"save_strategy": "epoch"},
     "saving on the last step of an epoch": {"save_steps": 4},
+    "saving on the last step of an epoch that is logged": {"save_steps": 4, "logging_strategy": "epoch"},
     "evaluating": {"eval_strategy": "steps", "eval_steps": 2},
     "evaluating and saving by epoch": {"eval_strategy": "epoch", "save_strategy": "epoch"},
     "drop last": {"dataloader_drop_last": True},

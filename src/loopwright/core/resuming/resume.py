@@ -181,8 +181,10 @@ class Resuming(Part):
         return found
 
     def _progress_document(self) -> dict[str, Any]:
+        rate = self.run.learning_rate  # logged if the epoch of the last update is still to end
+        known = {"learning_rate": rate} if isinstance(rate, float) else {}
         return {
-            "progress": dataclasses.asdict(self.run.progress),
+            "progress": {**dataclasses.asdict(self.run.progress), **known},
             "meter": self.run.meter.state_dict(),
             "parts": self.internals.part_states(),
         }
@@ -288,6 +290,7 @@ class Resuming(Part):
             self.run.progress.batches_in_epoch = whole - self._batches_left(self.run.progress)
         self.state.samples_seen = self.run.progress.samples_seen
         self.run.meter.load_state_dict(document["meter"])
+        self.run.learning_rate = document["progress"].get("learning_rate", 0.0)
         self.run.is_resized = bool(document.get("resized"))
         parts = {**document["parts"], **self._own_parts(document)}
         missing = sorted(self.internals.part_states().keys() - parts.keys())
