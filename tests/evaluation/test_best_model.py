@@ -222,6 +222,27 @@ def test_the_best_is_remembered_after_a_resume(saving: tuple[str, Any], shape: s
     assert_best(second, snapshots, tmp_path, best, value)
 
 
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_best_evaluation_that_was_not_saved_leaves_the_best_checkpoint(limit: int | None, tmp_path: Path) -> None:
+    """Steps 4 and 8 are saved; of the evaluations at 2, 4, 6 and 8, those at 4 and then 6 are the best so far."""
+    values = {2: 3.0, 4: 2.0, 6: 1.0}
+    options = {"save_steps": 4, "metric_for_best_model": "loss", "max_steps": 8, "save_total_limit": limit}
+    script = lambda step, inputs: values.get(step, 4.0)  # noqa: E731
+    for resumed in (None, str(tmp_path / "checkpoint-8")):
+        trainer, _ = make(tmp_path, script, **options)
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.best_global_step == 6 and trainer.state.best_metric == 1.0
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+        assert models.kept(tmp_path) == [4, 8]
+
+
+def test_a_checkpoint_written_before_its_evaluation_is_the_best(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path, lambda step, inputs: float(step), eval_strategy="epoch", metric_for_best_model="loss")
+    trainer.train()
+    assert trainer.state.best_global_step == 6
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+
+
 # ---- the metric's name -----------------------------------------------------------------------------------------------
 
 

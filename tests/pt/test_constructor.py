@@ -17,7 +17,7 @@ from loopwright import ArgumentsError, Trainer, TrainerCallback, TrainingArgumen
 from loopwright.core.user_code.overrides import NEVER_CALLED
 from loopwright.pt.constructor_checks import PARAMETERS
 from loopwright.pt.data.collators import DataCollatorWithPadding, default_data_collator
-from tests.models import Regression, regression_data, small_bert
+from tests.models import TASKS, Regression, regression_data, small_bert
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,6 +162,14 @@ def test_the_cache_of_a_model_is_switched_as_asked(use_cache: bool) -> None:
     model.config.use_cache = not use_cache
     Trainer(model, arguments(use_cache=use_cache))
     assert model.config.use_cache is use_cache
+
+
+def test_an_encoder_is_given_no_cache() -> None:
+    """Its model refuses to run with one."""
+    model = TASKS["t5"].model(0.0)
+    trainer = Trainer(model, arguments(use_cache=True))
+    assert model.config.use_cache and not model.encoder.config.use_cache
+    assert len(trainer.predict(TASKS["t5"].data(2)).predictions[0]) == 2
 
 
 def test_label_smoothing_needs_no_config() -> None:

@@ -94,6 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     "logging by epoch": {"logging_strategy": "epoch"},
     "saving at the end of an epoch": {"save_strategy": "epoch"},
     "saving on the last step of an epoch": {"save_steps": 4},
+    "saving on the last step of an epoch that is logged": {"save_steps": 4, "logging_strategy": "epoch"},
     "evaluating": {"eval_strategy": "steps", "eval_steps": 2},
     "evaluating and saving by epoch": {"eval_strategy": "epoch", "save_strategy": "epoch"},
     "drop last": {"dataloader_drop_last": True},
@@ -225,6 +226,14 @@ def test_ignore_data_skip_starts_the_epoch_anew(tmp_path: Path) -> None:
     assert epochs[:6] == [0.25, 0.5, 0.25, 0.5, 0.75, 1.0]
     assert again.state.global_step == 10
     assert again._loopwright.run.progress.samples_seen == 8 + 14 + 14
+
+
+def test_ignore_data_skip_repeats_no_complete_epoch(tmp_path: Path) -> None:
+    """The checkpoint of the last step of an epoch is written before the epoch ends."""
+    make(tmp_path / "run", save_steps=4).train()
+    again = make(tmp_path / "run", ignore_data_skip=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-4"))
+    assert [row["epoch"] for row in again.state.log_history if "loss" in row][3:6] == [1.0, 1.25, 1.5]
 
 
 class OwnGenerator(Trainer):

@@ -67,6 +67,85 @@ def test_a_run_of_transformers_goes_on_here(name: str, step: int, whole: Runs, t
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
 
 
+class Norms(torch.nn.Module):
+    """A norm that transformers does not recognise by its class, before and after other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bn1, self.hidden = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 8)
+        self.bn2, self.out = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        y = self.out(self.bn2(self.hidden(self.bn1(x)))).squeeze(-1)
+        return {"loss": torch.nn.functional.mse_loss(y, labels), "y": y}
+
+
+def test_a_run_of_transformers_with_other_groups_of_parameters_goes_on_here(tmp_path: Path) -> None:
+    def run(library: Any, folder: str, resume: str | None = None) -> Any:
+        args = library.TrainingArguments(
+            str(tmp_path / folder), max_steps=8, save_steps=4, use_cpu=True, learning_rate=0.1, disable_tqdm=True
+        )
+        trainer = library.Trainer(Norms(), args, train_dataset=TASKS["regression"].data(32))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    theirs = run(transformers, "theirs")
+    ours = run(loopwright, "ours", resume=str(tmp_path / "theirs" / "checkpoint-4"))
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_a_greedy_schedule_goes_on(first: str, tmp_path: Path) -> None:
+    """It is restored with all its counters, in both directions."""
+    libraries = {"theirs": transformers, "ours": loopwright}
+    own = {"theirs": {}, "ours": {"checkpoint_format": "transformers"}}
+
+    def run(name: str, resume: str | None = None) -> Any:
+        args = libraries[name].TrainingArguments(
+            str(tmp_path / name), max_steps=12, save_steps=5, use_cpu=True, disable_tqdm=True, learning_rate=0.01,
+            lr_scheduler_type="greedy", metric_for_best_model="score", greater_is_better=True, eval_strategy="steps",
+            lr_scheduler_kwargs={"patience": 1, "factor": 0.5, "mode": "max", "smooth": True, "window_size": 3},
+            eval_steps=1, per_device_train_batch_size=4, logging_steps=1, **own[name],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer = libraries[name].Trainer(
+            TASKS["regression"].model(0.0), args, train_dataset=TASKS["regression"].data(32),
+            eval_dataset=TASKS["regression"].data(4),
+            compute_metrics=lambda prediction: {"score": float(trainer.state.global_step % 4)},
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def rates(trainer: Any) -> list[float]:
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+
+    whole = run(first)
+    for second in ("theirs", "ours"):
+        rest = run(second, resume=str(tmp_path / first / "checkpoint-5"))
+        assert rates(rest) == pytest.approx(rates(whole)) and len({*rates(whole)}) > 2
+        assert_close(rest, whole)
+
+
+def test_the_best_checkpoint_of_transformers_may_be_older_than_the_best_evaluation(tmp_path: Path) -> None:
+    def run(library: Any, resume: str | None = None) -> Any:
+        args = library.TrainingArguments(
+            str(tmp_path), max_steps=8, save_steps=4, use_cpu=True, learning_rate=0.0, disable_tqdm=True,
+            eval_strategy="steps", eval_steps=2, metric_for_best_model="score", greater_is_better=True,
+        )  # fmt: skip
+        trainer = library.Trainer(
+            TASKS["regression"].model(0.0), args, train_dataset=TASKS["regression"].data(32),
+            eval_dataset=TASKS["regression"].data(4),
+            compute_metrics=lambda prediction: {"score": {4: 1.0, 6: 2.0}.get(trainer.state.global_step, 0.0)},
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    run(transformers)
+    state = run(loopwright, resume=str(tmp_path / "checkpoint-8")).state
+    assert (state.best_global_step, state.best_model_checkpoint) == (6, str(tmp_path / "checkpoint-4"))
+
+
 @pytest.mark.parametrize("step", [4, 12])
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_run_of_ours_goes_on_in_transformers(step: int, async_save: bool, whole: Runs, tmp_path: Path) -> None:

@@ -78,3 +78,27 @@ def test_events_arguments_and_log_keys_are_the_same(options: dict[str, Any], tmp
     assert [event[:2] for event in ours] == [event[:2] for event in theirs]
     assert ours == theirs
     assert our_logs == their_logs
+
+
+def test_a_gradient_norm_that_is_not_clipped_is_logged_whenever_a_log_is_made(tmp_path: Any) -> None:
+    """A first step and a log requested by a callback, between the regular ones."""
+    logs = []
+    for name, library in (("ours", loopwright), ("theirs", transformers)):
+
+        class Logs(library.TrainerCallback):  # type: ignore[name-defined, misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                control.should_log |= state.global_step == 3
+
+        for callbacks in ([], [Logs()]):
+            args = library.TrainingArguments(
+                str(tmp_path / name), max_steps=4, max_grad_norm=0, logging_first_step=True, logging_steps=100,
+                save_strategy="no", use_cpu=True, disable_tqdm=True, per_device_train_batch_size=4,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            model, data = TASKS["regression"].model(0.0), TASKS["regression"].data(18)
+            trainer = library.Trainer(model, args, train_dataset=data, callbacks=callbacks)
+            trainer.train()
+            logs.append([(row["step"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row])
+    ours, theirs = [*logs[0], *logs[1]], [*logs[2], *logs[3]]
+    assert [step for step, _ in ours] == [step for step, _ in theirs] == [1, 1, 3]
+    assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in theirs], rel=1e-5)

@@ -7,6 +7,7 @@ BETTER: dict[str, dict[str, str]] = {
         "output_dir": "also a URL (`s3://...`); a second run in the same place is refused",
         "resume_from_checkpoint": 'bitwise, also in the middle of an epoch; `"auto"`: the newest one if there is any',
         "gradient_accumulation_steps": "the loss is divided by the targets of the whole step for every kind of loss",
+        "weight_decay": "no norm decays, such as BatchNorm; in transformers LayerNorm and what is named a norm",
         "eval_strategy": "an evaluation does not change the random numbers of training",
         "save_total_limit": "nothing is removed before its successor is complete; a file named `pinned` keeps one",
         "load_best_model_at_end": "the best of this run, verified by hashes before it is loaded",

@@ -54,6 +54,12 @@ class DataPart(Part):
         """The micro-batches of an epoch, starting at the run's current position."""
         raise NotImplementedError
 
+    def restart_epoch(self) -> None:
+        """With ignore_data_skip, return to the beginning of an epoch that is not complete."""
+        progress = self.run.progress
+        if self.args.ignore_data_skip and progress.batches_in_epoch != self.run.plan.batches_in(progress.epoch):
+            progress.batches_in_epoch = progress.samples_in_epoch = 0
+
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, an empty list after it."""
         return list(islice(batches, self.run.plan.accumulation))

@@ -209,7 +209,7 @@ SAVED_PROGRESS = record(
         "samples_seen": count(),
         "last_logged_step": count(),
     },
-    {"pending": list_of(one_of(*_FLAGS)), "has_ended": flag},
+    {"pending": list_of(one_of(*_FLAGS)), "has_ended": flag, "learning_rate": any_number},
 )
 
 

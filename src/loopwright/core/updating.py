@@ -211,5 +211,9 @@ class Updating(LoopActions):
 
     def _wants_norm(self) -> bool:
         """Whether this update's gradient norm is needed when it is not clipped."""
-        logged = self.args.logging_strategy != "steps" or (self.state.global_step + 1) % self.state.logging_steps == 0
-        return logged or self.args.on_nonfinite != "continue"
+        args, step = self.args, self.state.global_step + 1
+        is_logged = args.logging_strategy != "steps" or step % self.state.logging_steps == 0
+        if is_logged or args.on_nonfinite != "continue" or (step == 1 and args.logging_first_step):
+            return True
+        # A callback of the user may log after any update.
+        return any(not type(each).__module__.startswith("loopwright.") for each in self.callback_handler.callbacks)

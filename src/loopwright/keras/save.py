@@ -74,7 +74,7 @@ class KerasSaving(KerasPart, Resuming):
                 self.state.global_step,
                 self._checkpoint_writer(),
                 keep=self.args.save_total_limit,
-                protect=[self.state.best_global_step],
+                protect=self._protected_steps(),
                 background=background and self.strategy.world_size == 1,
             )
         self.strategy.barrier()  # other workers may read it next

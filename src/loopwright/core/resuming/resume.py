@@ -141,8 +141,7 @@ class Resuming(Part):
         if best is None:
             return None
         step = step_in_name(Path(name_of(best)))
-        is_own = (folder / PROGRESS).is_file()  # other trainers and versions may have no best_global_step
-        if step is not None and state.best_global_step != step and (is_own or state.best_global_step is not None):
+        if step not in (None, state.best_global_step) and not self._may_be_older(step, state, folder):
             raise CheckpointError(
                 f"{folder.name}/{STATE}: best_model_checkpoint is {best!r}, but best_global_step is "
                 f"{state.best_global_step}. The file was damaged or changed; resume from another checkpoint"
@@ -154,6 +153,13 @@ class Resuming(Part):
                 "ignored, and the best model is one saved from now on"
             )
         return found
+
+    def _may_be_older(self, step: int | None, state: TrainerState, folder: Path) -> bool:
+        """Whether the best checkpoint may be of an earlier step than the best evaluation, which was not saved."""
+        best, is_own = state.best_global_step, (folder / PROGRESS).is_file()
+        if step is None or best is None:  # other trainers and versions may have no best_global_step
+            return not is_own
+        return step < best and not (is_own and self._saved_arguments(folder).get("load_best_model_at_end"))
 
     def _saved_progress(self, folder: Path) -> dict[str, Any]:
         """progress.json of a checkpoint; its position must agree with trainer_state.json."""
@@ -175,8 +181,10 @@ class Resuming(Part):
         return found
 
     def _progress_document(self) -> dict[str, Any]:
+        rate = self.run.learning_rate  # logged if the epoch of the last update is still to end
+        known = {"learning_rate": rate} if isinstance(rate, float) else {}
         return {
-            "progress": dataclasses.asdict(self.run.progress),
+            "progress": {**dataclasses.asdict(self.run.progress), **known},
             "meter": self.run.meter.state_dict(),
             "parts": self.internals.part_states(),
         }
@@ -189,10 +197,21 @@ class Resuming(Part):
         (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
 
     def _note_best_checkpoint(self) -> None:
-        """Record in the state that the checkpoint about to be written is the best one, if it is."""
-        step = self.state.global_step
-        if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
+        """Record the best checkpoint in the state: that about to be written, or one written before its evaluation."""
+        best = self.state.best_global_step
+        if best is None:
+            return
+        place = os.path.join(str(self.args.output_dir), folder_name(best))
+        if best != self.state.global_step and place != self.state.best_model_checkpoint:
+            self.run.checkpoints.wait()
+            if best not in self.run.checkpoints.complete():
+                return
+        self.state.best_model_checkpoint = place
+
+    def _protected_steps(self) -> list[int | None]:
+        """The steps whose checkpoints no limit removes: that of the best evaluation, and the best one saved so far."""
+        saved = self.state.best_model_checkpoint
+        return [self.state.best_global_step, None if saved is None else step_in_name(Path(name_of(saved)))]
 
     def _check_resumable(self, folder: Path) -> None:
         """Refuse a folder that holds a model but no progress to resume from."""
@@ -271,6 +290,7 @@ class Resuming(Part):
             self.run.progress.batches_in_epoch = whole - self._batches_left(self.run.progress)
         self.state.samples_seen = self.run.progress.samples_seen
         self.run.meter.load_state_dict(document["meter"])
+        self.run.learning_rate = document["progress"].get("learning_rate", 0.0)
         self.run.is_resized = bool(document.get("resized"))
         parts = {**document["parts"], **self._own_parts(document)}
         missing = sorted(self.internals.part_states().keys() - parts.keys())

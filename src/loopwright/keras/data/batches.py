@@ -165,8 +165,7 @@ class KerasData(KerasPart, DataPart):
     def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
         """The micro-batches of an epoch, from the current position on."""
         progress, source = self.run.progress, self.run.source
-        if self.args.ignore_data_skip:
-            progress.batches_in_epoch = progress.samples_in_epoch = 0
+        self.restart_epoch()
         done = progress.batches_in_epoch
         if source.ordered:
             self.internals.saving.put_back_rng()

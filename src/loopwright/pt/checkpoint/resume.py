@@ -14,6 +14,7 @@ from ...core.sampling.packing import PackedPlan
 from ...errors import CheckpointError
 from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates
+from ..optim.optimizers.decay import groups_of_transformers
 from ..part import TorchPart
 from ..rng import SAVED_RNG, rng_from_json
 from .callback_tensors import STEM, load_tensors, restore_with_tensors, tensors_of
@@ -326,7 +327,8 @@ class TorchResuming(TorchPart, Resuming):
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)
         with restoring(folder, "the optimizer, the schedule or the loss scale of transformers"):
-            names = self._saved_progress(folder).get("optimizer") if (folder / PROGRESS).is_file() else None
+            is_own = (folder / PROGRESS).is_file()
+            names = self._saved_progress(folder).get("optimizer") if is_own else self._their_groups(found["optimizer"])
             if names is not None:  # without them, parameters are matched by their order
                 now = parameter_names(self.trainer.optimizer, plain_module(self.model))
                 found["optimizer"] = in_order(found["optimizer"], names, now, self.trainer.optimizer.param_groups)
@@ -339,6 +341,13 @@ class TorchResuming(TorchPart, Resuming):
             with restoring(self._own_record_or(folder, ""), "the random state of transformers"):
                 self.run.resume_rng = rng
                 self.strategy.load_rng_state(rng)  # now and again, as above
+
+    def _their_groups(self, saved: dict[str, Any]) -> list[list[str]] | None:
+        """The names in the groups of transformers' own optimizer, if these differ from the groups of this run."""
+        sizes, own = ([len(each["params"]) for each in groups]
+                      for groups in (saved["param_groups"], self.trainer.optimizer.param_groups))  # fmt: skip
+        names = groups_of_transformers(plain_module(self.model))
+        return names if sizes != own and sizes == [len(each) for each in names] else None
 
     def _foreign_random_states(self, folder: Path) -> dict[str, Any] | None:
         """This rank's random states in a checkpoint with files of transformers; None if rank 0 has none there."""

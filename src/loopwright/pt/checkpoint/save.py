@@ -111,7 +111,7 @@ class TorchSaving(TorchResuming):
             self._checkpoint_writer(copy=background),
             format=self.format,
             keep=self.args.save_total_limit,
-            protect=[self.state.best_global_step],
+            protect=self._protected_steps(),
             background=background,
             crew=self.crew,
             records=keep_records,

@@ -20,6 +20,7 @@ from ...args.secrets import is_secret
 from ...core.checkpoint.folder import OPTIMIZER as NATIVE
 from ...errors import CheckpointError
 from ..arguments import TrainingArguments
+from ..optim.greedy_lr import to_transformers
 
 OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
 ARGUMENTS = "training_args.bin"
@@ -164,7 +165,9 @@ def loaded_safely(file: Path | IO[bytes]) -> Any:
 
 
 def their_schedule(state: dict[str, Any]) -> dict[str, Any]:
-    """The schedule's state with the keys that torch's LambdaLR requires in addition."""
+    """The schedule's state with the keys that torch's LambdaLR requires in addition, or those of their GreedyLR."""
+    if "attempts_left" in state:
+        return to_transformers(state)
     if "base_lrs" not in state or "lr_lambdas" in state:
         return state
     return {**state, "_step_count": state["last_epoch"] + 1, "lr_lambdas": [{} for _ in state["base_lrs"]]}

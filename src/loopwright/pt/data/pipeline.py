@@ -288,14 +288,13 @@ class TorchData(Sampling):
         loader, progress = self.run.loader, self.run.progress
         self.run.batches_overridden = is_overridden(self.trainer, "get_batch_samples")
         announce_epoch(loader, epoch)
-        done = progress.batches_in_epoch
-        if done == 0:
+        if progress.batches_in_epoch == 0:
             self.internals.saving.put_back_rng()
             if self.internals.may_be_undone():
                 # If the first update of an epoch is undone, the epoch restarts and its loader draws its seed again.
                 self.run.snapshot = self.strategy.snapshot()
-        if self.args.ignore_data_skip:
-            progress.batches_in_epoch = progress.samples_in_epoch = done = 0
+        self.restart_epoch()
+        done = progress.batches_in_epoch
         self.run.order_sampler = sampler = ordered_sampler(loader)
         self.run.splits_by_source = self.splits_by_source
         if sampler is not None:

@@ -170,8 +170,11 @@ def convert_to_fp8(model: nn.Module, args: TrainingArguments, notices: Notices) 
 
 
 def set_use_cache(model: nn.Module, wanted: bool) -> None:
-    """Set `use_cache` in every config of the model (a decoder may have a separate one)."""
-    for module in model.modules():
+    """Set `use_cache` in the model's config; switched off, also in those of its parts, such as a decoder.
+
+    Switched on, each part keeps its own value: an encoder refuses to have a cache.
+    """
+    for module in [model] if wanted else model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
             config.use_cache = wanted

@@ -15,6 +15,9 @@ from ...notices import logger
 from .learning_rates import current_lrs, initial_lr, one_for_each_group, restore_lrs, set_lr
 
 GREEDY_FLOOR = 0.01  # the default lower bound, as a fraction of each group's learning rate
+THEIRS = {"good": "num_good_epochs", "bad": "num_bad_epochs", "rest": "cooldown_counter",
+          "attempts_left": "reset_start", "base_lrs": "_init_lrs"}  # fmt: skip
+"""Names in the state of transformers' class, where they differ."""
 COUNTERS = ("last_epoch", "best", "good", "bad", "rest", "attempts_left")
 
 
@@ -95,7 +98,9 @@ class GreedyLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
+        """Restore a saved state, also one of transformers' class."""
+        if "num_good_epochs" in state_dict:
+            state_dict = from_transformers(state_dict)
         self.base_lrs = list(one_for_each_group(self.optimizer, "base_lrs", state_dict["base_lrs"]))
         restore_lrs(self.optimizer, state_dict["_last_lr"])
         self.window = deque(state_dict["window"], maxlen=self.window_size)
@@ -187,3 +192,22 @@ class GreedyLR(LRScheduler):
         ]
         if problems:
             raise ArgumentsError(problems)
+
+
+def to_transformers(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as transformers' class reads it: without a best value, it keeps its initial one."""
+    found = {THEIRS.get(name, name): value for name, value in state.items() if name != "window"}
+    if found["best"] is None:
+        del found["best"]
+    if state["window"]:
+        found["_streaming_avg"] = {"values": list(state["window"]), "sum": math.fsum(state["window"])}
+    return {**found, "warmup_counter": 0}
+
+
+def from_transformers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that transformers' class reads or has written."""
+    best = state.get("best")
+    found = {name: state[THEIRS.get(name, name)] for name in (*COUNTERS, "base_lrs", "_last_lr") if name != "best"}
+    found["rest"] += state["warmup_counter"]
+    window = state.get("_streaming_avg", {}).get("values", ())
+    return {**found, "best": None if best is None or math.isinf(best) else best, "window": window}

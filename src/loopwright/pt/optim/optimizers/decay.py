@@ -16,9 +16,10 @@ from .options import OptimizerSpec
 UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:\.|$)")
 # Norms with other names, such as `ln_f` or `bn1`, are recognised by their class.
 NORM_CLASS = re.compile(r"norm(?:\dd)?$", re.IGNORECASE)
+NO_CLASS = re.compile(r"(?!)")
 
 
-def decay_parameter_names(model: nn.Module) -> list[str]:
+def decay_parameter_names(model: nn.Module, norms: re.Pattern[str] = NORM_CLASS) -> list[str]:
     """Names of the parameters that weight decay applies to: neither biases nor parameters of norms."""
     names: list[str] = []
     inside_layer_norms: tuple[str, ...] = ()
@@ -26,10 +27,17 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
         prefix = f"{path}." if path else ""
         if isinstance(module, nn.LayerNorm):
             inside_layer_norms += (prefix,)
-        if NORM_CLASS.search(type(module).__name__) or (path and prefix.startswith(inside_layer_norms)):
+        if norms.search(type(module).__name__) or (path and prefix.startswith(inside_layer_norms)):
             continue
         names += [prefix + own for own in module._parameters if not UNDECAYED_NAME.search((prefix + own).lower())]
     return names
+
+
+def groups_of_transformers(model: nn.Module) -> list[list[str]]:
+    """The names in transformers' two groups, where norms such as BatchNorm decay unless their name says norm."""
+    decayed = set(decay_parameter_names(model, norms=NO_CLASS))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [[name for name in names if (name in decayed) is wanted] for wanted in (True, False)]
 
 
 def parameter_groups(
