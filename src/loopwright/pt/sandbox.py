@@ -63,25 +63,17 @@ class Sandbox:
     """The state of a model, a trainer and all random states at one moment, which can be restored repeatedly."""
 
     def __init__(self, model: nn.Module, trainer: Any = None) -> None:
-        self._model = model
-        self._modules = list(model.modules())
-        is_sharded = _is_sharded(self._modules)
-        self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
-        self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-        self._weights = [] if is_sharded else _copied_weights(model)
-        self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
-        self._state = state = _State()
-        state.leave_out(model.buffers())  # these are copied above
-        if is_sharded:  # FSDP swaps full and sharded parameters itself
-            state.leave_out(module._parameters for module in self._modules)
-        for module in self._modules:
-            state.keep_attributes(module)
-        state.add(shared_by(self._modules))
+        state = self._state = _State()
+        own = state.keep_modules(model)
         if trainer is not None:
-            state.is_users = _is_written_here
-            state.keep_attributes(trainer)
-            for function in _loss_functions(trainer):
-                state.keep(function)
+            state.keep_trainer(trainer)
+        others = state.keep_found_modules()
+        self._modules = own + others
+        self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
+        self._grads = [(parameter, parameter.grad) for parameter in _parameters_of(self._modules)]
+        self._weights = _copied_weights(own) + _copied_weights(others)
+        copied = {id(parameter) for parameter, _ in self._weights}
+        self._versions = [(each, _version(each)) for each, _ in self._grads if id(each) not in copied]
         self._lazy = self._stand_in_for_lazy_buffers()
         self._hide_gradients()
 
@@ -137,6 +129,9 @@ class _State:
         self.is_users: Callable[[Any], bool] = lambda value: True
         """Whether the attributes of an object are inspected."""
         self._undo: list[Undo] = []
+        self._found: list[nn.Module] = []
+        """Modules that were found as values."""
+        self._recorded: set[int] = set()
         self._empty: list[Any] = []
         self._seen: set[int] = set()
         self._left = MOST_NODES
@@ -159,7 +154,8 @@ class _State:
         if id(owner) in self._seen:
             return
         self._note(owner)
-        without = NOT_STATE if hasattr(type(owner), "compute_loss") else frozenset()
+        is_trainer = hasattr(type(owner), "compute_loss") and not isinstance(owner, nn.Module)
+        without = NOT_STATE if is_trainer else frozenset()
         attributes = vars(owner)
         self._undo.append(_rebinding(attributes, without))
         for name, value in list(attributes.items()):
@@ -177,12 +173,42 @@ class _State:
     def add(self, undo: Iterable[Undo]) -> None:
         self._undo.extend(undo)
 
+    def keep_trainer(self, trainer: Any) -> None:
+        """Record a trainer and its loss functions."""
+        self.is_users = _is_written_here
+        self.keep_attributes(trainer)
+        for function in _loss_functions(trainer):
+            self.keep(function)
+        self.is_users = lambda value: True
+
+    def keep_found_modules(self) -> list[nn.Module]:
+        """Record the modules that others, a trainer or its loss functions hold, such as teachers; returns them."""
+        made: list[nn.Module] = []
+        while self._found:
+            made += self.keep_modules(self._found.pop())
+        return made
+
+    def keep_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Record a module and those in it, besides their tensors; returns those that were not recorded before."""
+        new = [module for module in root.modules() if id(module) not in self._recorded]
+        self._recorded.update(map(id, new))
+        self.leave_out(buffer for module in new for buffer in module._buffers.values() if buffer is not None)
+        if _is_sharded(new):  # FSDP swaps full and sharded parameters itself
+            self.leave_out(module._parameters for module in new)
+        for module in new:
+            self.keep_attributes(module)
+        self.add(shared_by(new))
+        return new
+
     def keep(self, value: Any, depth: int = 0) -> None:
         """Record a value and its contents, as far as they are plain state."""
         if type(value) in PLAIN or id(value) in self._seen or depth > DEEPEST or self._left <= 0:
             return
-        if isinstance(value, (nn.Module, type)):
-            return  # modules are recorded separately
+        if isinstance(value, nn.Module):
+            self._found.append(value)
+            return
+        if isinstance(value, type):
+            return
         if isinstance(value, (list, dict, set, deque, tuple)):
             self._keep_container(value, depth)
         elif isinstance(value, (Tensor, np.ndarray)):
@@ -331,8 +357,15 @@ def _is_writable(tensor: Tensor) -> bool:
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _copied_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    parameters = [p for p in model.parameters() if p.device.type != "meta" and not is_lazy(p.device)]
+def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
+    found = (parameter for module in modules for parameter in module._parameters.values())
+    return [parameter for parameter in dict.fromkeys(found) if parameter is not None]
+
+
+def _copied_weights(modules: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    if _is_sharded(modules):
+        return []
+    parameters = [p for p in _parameters_of(modules) if p.device.type != "meta" and not is_lazy(p.device)]
     on_host = any(p.device.type == "cpu" for p in parameters)
     if sum(p.numel() for p in parameters) > (WEIGHTS_ON_HOST if on_host else WEIGHTS_ON_DEVICE):
         return []
@@ -342,8 +375,7 @@ def _copied_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 def _is_sharded(modules: list[nn.Module]) -> bool:
     if any(type(module).__name__.startswith("FSDP") for module in modules):
         return True
-    weights = [p for p in modules[0].parameters() if p is not None]
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in weights)
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in _parameters_of(modules))
 
 
 def _version(tensor: Tensor) -> int:
