@@ -162,6 +162,43 @@ def test_a_trainers_counters_are_those_of_its_training(tmp_path: Any) -> None:
     assert metrics == {"train": {"loss": [1.0] * 6}}
 
 
+DRAWN, SEEN = torch.Generator(), Note()
+
+
+class Global(loopwright.Trainer):
+    """Its loss uses objects in global variables, on its class, and on the state of the run."""
+
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        torch.rand(1, generator=DRAWN)
+        SEEN.count += 1
+        SEEN.seen.append(torch.ones(1))
+        type(self).calls += 1
+        self.state.calls = getattr(self.state, "calls", 0) + 1
+        self.control.calls = getattr(self.control, "calls", 0) + 1
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+class Below(Global):
+    pass
+
+
+def test_global_objects_are_used_by_training_only(tmp_path: Any) -> None:
+    DRAWN.manual_seed(0)
+    SEEN.count, SEEN.seen = 0, []
+    trainer = trainer_of(
+        made(Tokens), samples((5, 8, 3, 9, 4, 6)), tmp_path, cls=Below, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=3,
+    )  # fmt: skip
+    trainer.train()
+    same = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        torch.rand(1, generator=same)
+    assert torch.equal(DRAWN.get_state(), same.get_state())
+    assert SEEN.count == len(SEEN.seen) == Below.calls == trainer.state.calls == trainer.control.calls == 6
+
+
 class Remembering(nn.Module):
     """A part of a loss: weights, statistics, numbers and a state that change with every call."""
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,8 +19,8 @@ from ..snapshot import Snapshot
 from ..speed.users_loss import users_loss_of
 from .data.columns import innermost
 from .devices import is_lazy
-from .refilling import Undo, random_stream, refilling
-from .shared_state import globals_of, shared_by
+from .refilling import Undo, copied, random_stream, refilling
+from .shared_state import globals_of, is_users_code, named_by, shared_by, shared_by_class
 
 MOST_NODES = 200_000
 """Most values inspected in all; a model of a thousand modules has about twenty thousand."""
@@ -38,14 +34,15 @@ DICTS = frozenset({dict, OrderedDict})
 NO_ITERATORS = PLAIN | DICTS | {list, tuple, set, nn.Parameter, Tensor}
 LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas", "threading", "logging", "_io")
 """Packages whose objects hold no state that a loss changes."""
-INSTALLED = ("site-packages", "dist-packages")
 NOT_STATE = frozenset(
     {
         "_loopwright", "accelerator", "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler",
         "train_dataset", "eval_dataset", "processing_class", "callback_handler",
     }
 )  # fmt: skip
-"""Attributes of a trainer that no loss changes, or that are large."""
+"""Attributes of a trainer whose contents no loss changes, or that are large."""
+STATES = ("state", "control")
+"""Attributes of a trainer whose own attributes are restored."""
 
 
 @contextmanager
@@ -179,6 +176,11 @@ class _State:
         self.keep_attributes(trainer)
         for function in _loss_functions(trainer):
             self.keep(function)
+        for kind in filter(is_users_code, type(trainer).__mro__):
+            self.add(shared_by_class(kind))
+        for name in STATES:
+            if hasattr(trainer, name):
+                self._undo.append(_rebinding(vars(getattr(trainer, name))))
         self.is_users = lambda value: True
 
     def keep_found_modules(self) -> list[nn.Module]:
@@ -198,6 +200,10 @@ class _State:
         for module in new:
             self.keep_attributes(module)
         self.add(shared_by(new))
+        for kind in {kind for module in new for kind in type(module).__mro__ if is_users_code(kind)}:
+            for function in vars(kind).values():
+                if isinstance(function, FunctionType):
+                    self._keep_globals(function, 1)
         return new
 
     def keep(self, value: Any, depth: int = 0) -> None:
@@ -206,10 +212,9 @@ class _State:
             return
         if isinstance(value, nn.Module):
             self._found.append(value)
-            return
-        if isinstance(value, type):
-            return
-        if isinstance(value, (list, dict, set, deque, tuple)):
+        elif isinstance(value, type):
+            self._keep_class(value)
+        elif isinstance(value, (list, dict, set, deque, tuple)):
             self._keep_container(value, depth)
         elif isinstance(value, (Tensor, np.ndarray)):
             self._keep_array(value)
@@ -221,6 +226,11 @@ class _State:
         elif hasattr(value, "__dict__") and not _is_of_a_library(value) and self.is_users(value):
             if not _runs_by_itself(value):
                 self.keep_attributes(value, depth)
+
+    def _keep_class(self, value: type) -> None:
+        if is_users_code(value):
+            self._note(value)
+            self.add(shared_by_class(value))
 
     def _keep_array(self, value: Any) -> None:
         self._note(value)
@@ -271,8 +281,19 @@ class _State:
             return
         self._undo.append(_rebinding(vars(value)))
         self._undo.extend(globals_of(value))
+        self._keep_globals(value, depth)
         for each in (*vars(value).values(), *(value.__closure__ or ())):
             self.keep(each, depth + 1)
+
+    def _keep_globals(self, function: FunctionType, depth: int) -> None:
+        """Record the objects in global variables that a function of the user names, such as random generators."""
+        if not is_users_code(function):
+            return
+        before, self.is_users = self.is_users, _is_written_here
+        for value in named_by(function).values():
+            if not isinstance(value, ModuleType):
+                self.keep(value, depth + 1)
+        self.is_users = before
 
     def _note(self, value: Any) -> None:
         self._seen.add(id(value))
@@ -283,18 +304,11 @@ class _State:
 def first_iterator(trainer: Any) -> str | None:
     """The name of an attribute that is an iterator whose consumed items could not be restored."""
     for name, value in vars(trainer).items():
-        if name in NOT_STATE or not isinstance(value, Iterator) or _copied(value) is not None:
+        if name in NOT_STATE or not isinstance(value, Iterator) or copied(value) is not None:
             continue
         if isinstance(value, _BaseDataLoaderIter) or not _is_of_a_library(value):
             return name
     return None
-
-
-def _copied(iterator: Any) -> Any:
-    """A copy of an iterator at its current position; None if it cannot be copied."""
-    if type(iterator) is itertools.count:
-        return itertools.count(*ast.literal_eval(f"[{repr(iterator)[6:-1]}]"))
-    return copy(iterator) if type(iterator) in (type(iter([])), type(iter(())), type(iter(range(0)))) else None
 
 
 def _loss_functions(trainer: Any) -> list[Any]:
@@ -310,7 +324,7 @@ def _loss_functions(trainer: Any) -> list[Any]:
 def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()) -> Undo:
     before = {name: value for name, value in attributes.items() if name not in without} if without else dict(attributes)
     drawn = {
-        name: _copied(value)
+        name: copied(value)
         for name, value in before.items()
         if type(value) not in NO_ITERATORS and isinstance(value, Iterator)
     }
@@ -324,7 +338,7 @@ def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()
                 attributes[name] = value
         for name, value in drawn.items():
             if value is not None:
-                attributes[name] = _copied(value)
+                attributes[name] = copied(value)
 
     return undo
 
@@ -335,11 +349,7 @@ def _is_of_a_library(value: Any) -> bool:
 
 def _is_written_here(value: Any) -> bool:
     """Whether an object's class is the user's, not that of an installed package."""
-    home = type(value).__module__
-    if home.partition(".")[0] in sys.stdlib_module_names:
-        return type(value).__module__ == "types"  # SimpleNamespace
-    file = getattr(sys.modules.get(home), "__file__", None) or ""
-    return not any(part in file for part in INSTALLED)
+    return type(value).__module__ == "types" or is_users_code(type(value))  # SimpleNamespace is of `types`
 
 
 def _runs_by_itself(value: Any) -> bool:
