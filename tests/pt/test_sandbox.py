@@ -171,7 +171,7 @@ class Global(loopwright.Trainer):
     calls = 0
 
     def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
-        torch.rand(1, generator=DRAWN)
+        self.draw()
         SEEN.count += 1
         SEEN.seen.append(torch.ones(1))
         type(self).calls += 1
@@ -179,9 +179,12 @@ class Global(loopwright.Trainer):
         self.control.calls = getattr(self.control, "calls", 0) + 1
         return super().compute_loss(model, inputs, **kwargs)
 
+    def draw(self) -> None:
+        torch.rand(1, generator=DRAWN)
+
 
 class Below(Global):
-    pass
+    """Its calls are counted on this class, which has no number of its own at first."""
 
 
 def test_global_objects_are_used_by_training_only(tmp_path: Any) -> None:

@@ -176,8 +176,8 @@ class _State:
         self.keep_attributes(trainer)
         for function in _loss_functions(trainer):
             self.keep(function)
-        for kind in filter(is_users_code, type(trainer).__mro__):
-            self.add(shared_by_class(kind))
+        self.add(shared_by([trainer]))
+        self._keep_globals_of_classes([trainer])
         for name in STATES:
             if hasattr(trainer, name):
                 self._undo.append(_rebinding(vars(getattr(trainer, name))))
@@ -192,6 +192,8 @@ class _State:
 
     def keep_modules(self, root: nn.Module) -> list[nn.Module]:
         """Record a module and those in it, besides their tensors; returns those that were not recorded before."""
+        if id(root) in self._recorded:
+            return []
         new = [module for module in root.modules() if id(module) not in self._recorded]
         self._recorded.update(map(id, new))
         self.leave_out(buffer for module in new for buffer in module._buffers.values() if buffer is not None)
@@ -200,10 +202,7 @@ class _State:
         for module in new:
             self.keep_attributes(module)
         self.add(shared_by(new))
-        for kind in {kind for module in new for kind in type(module).__mro__ if is_users_code(kind)}:
-            for function in vars(kind).values():
-                if isinstance(function, FunctionType):
-                    self._keep_globals(function, 1)
+        self._keep_globals_of_classes(new)
         return new
 
     def keep(self, value: Any, depth: int = 0) -> None:
@@ -284,6 +283,12 @@ class _State:
         self._keep_globals(value, depth)
         for each in (*vars(value).values(), *(value.__closure__ or ())):
             self.keep(each, depth + 1)
+
+    def _keep_globals_of_classes(self, objects: Iterable[Any]) -> None:
+        for kind in filter(is_users_code, {kind for each in objects for kind in type(each).__mro__}):
+            for function in vars(kind).values():
+                if isinstance(function, FunctionType):
+                    self._keep_globals(function, 1)
 
     def _keep_globals(self, function: FunctionType, depth: int) -> None:
         """Record the objects in global variables that a function of the user names, such as random generators."""

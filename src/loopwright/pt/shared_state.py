@@ -9,21 +9,20 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
-
 from .refilling import refilling
 
 NUMBERS = frozenset({int, float, bool, str, complex, type(None)})
 LIBRARIES = ("loopwright", "torch", "transformers", "numpy", "peft", "builtins")
+NOT_USERS = frozenset((*sys.stdlib_module_names, *LIBRARIES))
 INSTALLED = ("site-packages", "dist-packages")
 FEW = 64
 """Entries of the largest container that is restored."""
 
 
-def shared_by(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Functions that restore what the classes of a user's modules count or collect."""
+def shared_by(objects: Iterable[Any]) -> list[Callable[[], None]]:
+    """Functions that restore what the classes of a user's objects count or collect."""
     found: list[Callable[[], None]] = []
-    for kind in {base for module in modules for base in type(module).__mro__}:
+    for kind in {base for each in objects for base in type(each).__mro__}:
         if kind.__module__.partition(".")[0] not in LIBRARIES:
             found += shared_by_class(kind)
             for function in vars(kind).values():
@@ -56,7 +55,7 @@ def is_users_code(thing: Any) -> bool:
     home = thing.__module__ or ""
     if home == "__main__":
         return True
-    if home.partition(".")[0] in (*sys.stdlib_module_names, *LIBRARIES):
+    if home.partition(".")[0] in NOT_USERS:
         return False
     file = getattr(sys.modules.get(home), "__file__", None) or ""
     return not any(part in file for part in INSTALLED)
