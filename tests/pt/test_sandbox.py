@@ -162,6 +162,106 @@ def test_a_trainers_counters_are_those_of_its_training(tmp_path: Any) -> None:
     assert metrics == {"train": {"loss": [1.0] * 6}}
 
 
+DRAWN, SEEN = torch.Generator(), Note()
+
+
+class Global(loopwright.Trainer):
+    """Its loss uses objects in global variables, on its class, and on the state of the run."""
+
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        self.draw()
+        SEEN.count += 1
+        SEEN.seen.append(torch.ones(1))
+        type(self).calls += 1
+        self.state.calls = getattr(self.state, "calls", 0) + 1
+        self.control.calls = getattr(self.control, "calls", 0) + 1
+        return super().compute_loss(model, inputs, **kwargs)
+
+    def draw(self) -> None:
+        torch.rand(1, generator=DRAWN)
+
+
+class Below(Global):
+    """Its calls are counted on this class, which has no number of its own at first."""
+
+
+def test_global_objects_are_used_by_training_only(tmp_path: Any) -> None:
+    DRAWN.manual_seed(0)
+    SEEN.count, SEEN.seen = 0, []
+    trainer = trainer_of(
+        made(Tokens), samples((5, 8, 3, 9, 4, 6)), tmp_path, cls=Below, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=3,
+    )  # fmt: skip
+    trainer.train()
+    same = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        torch.rand(1, generator=same)
+    assert torch.equal(DRAWN.get_state(), same.get_state())
+    assert SEEN.count == len(SEEN.seen) == Below.calls == trainer.state.calls == trainer.control.calls == 6
+
+
+class Remembering(nn.Module):
+    """A part of a loss: weights, statistics, numbers and a state that change with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.norm = nn.Parameter(torch.zeros(3), requires_grad=False), nn.BatchNorm1d(3)
+        self.seen, self.state = 0, None
+
+    def compute_loss(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(self.norm(x).detach().mean(0), 0.1)
+        self.seen, self.state = self.seen + 1, x.detach()
+        return (x - self.mean).square().mean()
+
+    forward = compute_loss
+
+
+@pytest.mark.parametrize("place", ["trainer", "list", "object", "function", "model"])
+def test_modules_beside_the_model_are_put_back(place: str) -> None:
+    """A teacher, or a loss with statistics, is no part of the model that is trained."""
+    model, beside = nn.Linear(3, 3), Remembering()
+    trainer = SimpleNamespace(compute_loss_func=beside if place == "function" else None, model=model)
+    if place == "trainer":
+        trainer.teacher = beside
+    elif place == "list":
+        trainer.losses = [beside]
+    elif place == "object":
+        trainer.note = Note()
+        trainer.note.loss = beside
+    elif place == "model":
+        model.hidden = (beside, model)  # in a tuple, so that its weights are not those of the model
+    before = {name: value.clone() for name, value in beside.state_dict().items()}
+    with sandbox(model, trainer):
+        beside(model(torch.randn(4, 3))).backward()
+        assert beside.seen == 1 and beside.mean.any()
+    assert beside.seen == 0 and beside.state is None
+    assert all(torch.equal(value, before[name]) for name, value in beside.state_dict().items())
+
+
+class Distilling(loopwright.Trainer):
+    """Its teacher changes with every call."""
+
+    teacher: Any
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **kwargs)
+        self.teacher[0].seen += 1
+        self.teacher[0].mean.data.add_(1)
+        return loss
+
+
+def test_a_teacher_of_the_trainer_learns_from_training_only(tmp_path: Any) -> None:
+    trainer = trainer_of(
+        made(Tokens), samples((5, 8, 3, 9, 4, 6)), tmp_path, cls=Distilling, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=3,
+    )  # fmt: skip
+    trainer.teacher = nn.ModuleList([Remembering()])
+    trainer.train()
+    assert trainer.teacher[0].seen == 6 and trainer.teacher[0].mean.tolist() == [6.0] * 3
+
+
 def test_counters_of_a_loss_function_are_those_of_the_training(tmp_path: Any) -> None:
     calls, seen = 0, []
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -66,3 +69,10 @@ def random_stream(value: Any) -> Undo | None:
         kept = value.get_state(legacy=True)
         return lambda: value.set_state(kept)
     return None
+
+
+def copied(iterator: Any) -> Any:
+    """A copy of an iterator at its current position; None if it cannot be copied."""
+    if type(iterator) is itertools.count:
+        return itertools.count(*ast.literal_eval(f"[{repr(iterator)[6:-1]}]"))
+    return copy(iterator) if type(iterator) in (type(iter([])), type(iter(())), type(iter(range(0)))) else None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,8 +19,8 @@ from ..snapshot import Snapshot
 from ..speed.users_loss import users_loss_of
 from .data.columns import innermost
 from .devices import is_lazy
-from .refilling import Undo, random_stream, refilling
-from .shared_state import globals_of, shared_by
+from .refilling import Undo, copied, random_stream, refilling
+from .shared_state import globals_of, is_users_code, named_by, shared_by, shared_by_class
 
 MOST_NODES = 200_000
 """Most values inspected in all; a model of a thousand modules has about twenty thousand."""
@@ -38,14 +34,15 @@ DICTS = frozenset({dict, OrderedDict})
 NO_ITERATORS = PLAIN | DICTS | {list, tuple, set, nn.Parameter, Tensor}
 LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas", "threading", "logging", "_io")
 """Packages whose objects hold no state that a loss changes."""
-INSTALLED = ("site-packages", "dist-packages")
 NOT_STATE = frozenset(
     {
         "_loopwright", "accelerator", "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler",
         "train_dataset", "eval_dataset", "processing_class", "callback_handler",
     }
 )  # fmt: skip
-"""Attributes of a trainer that no loss changes, or that are large."""
+"""Attributes of a trainer whose contents no loss changes, or that are large."""
+STATES = ("state", "control")
+"""Attributes of a trainer whose own attributes are restored."""
 
 
 @contextmanager
@@ -63,25 +60,17 @@ class Sandbox:
     """The state of a model, a trainer and all random states at one moment, which can be restored repeatedly."""
 
     def __init__(self, model: nn.Module, trainer: Any = None) -> None:
-        self._model = model
-        self._modules = list(model.modules())
-        is_sharded = _is_sharded(self._modules)
-        self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
-        self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-        self._weights = [] if is_sharded else _copied_weights(model)
-        self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
-        self._state = state = _State()
-        state.leave_out(model.buffers())  # these are copied above
-        if is_sharded:  # FSDP swaps full and sharded parameters itself
-            state.leave_out(module._parameters for module in self._modules)
-        for module in self._modules:
-            state.keep_attributes(module)
-        state.add(shared_by(self._modules))
+        state = self._state = _State()
+        own = state.keep_modules(model)
         if trainer is not None:
-            state.is_users = _is_written_here
-            state.keep_attributes(trainer)
-            for function in _loss_functions(trainer):
-                state.keep(function)
+            state.keep_trainer(trainer)
+        others = state.keep_found_modules()
+        self._modules = own + others
+        self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
+        self._grads = [(parameter, parameter.grad) for parameter in _parameters_of(self._modules)]
+        self._weights = _copied_weights(own) + _copied_weights(others)
+        copied = {id(parameter) for parameter, _ in self._weights}
+        self._versions = [(each, _version(each)) for each, _ in self._grads if id(each) not in copied]
         self._lazy = self._stand_in_for_lazy_buffers()
         self._hide_gradients()
 
@@ -137,6 +126,9 @@ class _State:
         self.is_users: Callable[[Any], bool] = lambda value: True
         """Whether the attributes of an object are inspected."""
         self._undo: list[Undo] = []
+        self._found: list[nn.Module] = []
+        """Modules that were found as values."""
+        self._recorded: set[int] = set()
         self._empty: list[Any] = []
         self._seen: set[int] = set()
         self._left = MOST_NODES
@@ -159,7 +151,8 @@ class _State:
         if id(owner) in self._seen:
             return
         self._note(owner)
-        without = NOT_STATE if hasattr(type(owner), "compute_loss") else frozenset()
+        is_trainer = hasattr(type(owner), "compute_loss") and not isinstance(owner, nn.Module)
+        without = NOT_STATE if is_trainer else frozenset()
         attributes = vars(owner)
         self._undo.append(_rebinding(attributes, without))
         for name, value in list(attributes.items()):
@@ -177,13 +170,50 @@ class _State:
     def add(self, undo: Iterable[Undo]) -> None:
         self._undo.extend(undo)
 
+    def keep_trainer(self, trainer: Any) -> None:
+        """Record a trainer and its loss functions."""
+        self.is_users = _is_written_here
+        self.keep_attributes(trainer)
+        for function in _loss_functions(trainer):
+            self.keep(function)
+        self.add(shared_by([trainer]))
+        self._keep_globals_of_classes([trainer])
+        for name in STATES:
+            if hasattr(trainer, name):
+                self._undo.append(_rebinding(vars(getattr(trainer, name))))
+        self.is_users = lambda value: True
+
+    def keep_found_modules(self) -> list[nn.Module]:
+        """Record the modules that others, a trainer or its loss functions hold, such as teachers; returns them."""
+        made: list[nn.Module] = []
+        while self._found:
+            made += self.keep_modules(self._found.pop())
+        return made
+
+    def keep_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Record a module and those in it, besides their tensors; returns those that were not recorded before."""
+        if id(root) in self._recorded:
+            return []
+        new = [module for module in root.modules() if id(module) not in self._recorded]
+        self._recorded.update(map(id, new))
+        self.leave_out(buffer for module in new for buffer in module._buffers.values() if buffer is not None)
+        if _is_sharded(new):  # FSDP swaps full and sharded parameters itself
+            self.leave_out(module._parameters for module in new)
+        for module in new:
+            self.keep_attributes(module)
+        self.add(shared_by(new))
+        self._keep_globals_of_classes(new)
+        return new
+
     def keep(self, value: Any, depth: int = 0) -> None:
         """Record a value and its contents, as far as they are plain state."""
         if type(value) in PLAIN or id(value) in self._seen or depth > DEEPEST or self._left <= 0:
             return
-        if isinstance(value, (nn.Module, type)):
-            return  # modules are recorded separately
-        if isinstance(value, (list, dict, set, deque, tuple)):
+        if isinstance(value, nn.Module):
+            self._found.append(value)
+        elif isinstance(value, type):
+            self._keep_class(value)
+        elif isinstance(value, (list, dict, set, deque, tuple)):
             self._keep_container(value, depth)
         elif isinstance(value, (Tensor, np.ndarray)):
             self._keep_array(value)
@@ -195,6 +225,11 @@ class _State:
         elif hasattr(value, "__dict__") and not _is_of_a_library(value) and self.is_users(value):
             if not _runs_by_itself(value):
                 self.keep_attributes(value, depth)
+
+    def _keep_class(self, value: type) -> None:
+        if is_users_code(value):
+            self._note(value)
+            self.add(shared_by_class(value))
 
     def _keep_array(self, value: Any) -> None:
         self._note(value)
@@ -245,8 +280,25 @@ class _State:
             return
         self._undo.append(_rebinding(vars(value)))
         self._undo.extend(globals_of(value))
+        self._keep_globals(value, depth)
         for each in (*vars(value).values(), *(value.__closure__ or ())):
             self.keep(each, depth + 1)
+
+    def _keep_globals_of_classes(self, objects: Iterable[Any]) -> None:
+        for kind in filter(is_users_code, {kind for each in objects for kind in type(each).__mro__}):
+            for function in vars(kind).values():
+                if isinstance(function, FunctionType):
+                    self._keep_globals(function, 1)
+
+    def _keep_globals(self, function: FunctionType, depth: int) -> None:
+        """Record the objects in global variables that a function of the user names, such as random generators."""
+        if not is_users_code(function):
+            return
+        before, self.is_users = self.is_users, _is_written_here
+        for value in named_by(function).values():
+            if not isinstance(value, ModuleType):
+                self.keep(value, depth + 1)
+        self.is_users = before
 
     def _note(self, value: Any) -> None:
         self._seen.add(id(value))
@@ -257,18 +309,11 @@ class _State:
 def first_iterator(trainer: Any) -> str | None:
     """The name of an attribute that is an iterator whose consumed items could not be restored."""
     for name, value in vars(trainer).items():
-        if name in NOT_STATE or not isinstance(value, Iterator) or _copied(value) is not None:
+        if name in NOT_STATE or not isinstance(value, Iterator) or copied(value) is not None:
             continue
         if isinstance(value, _BaseDataLoaderIter) or not _is_of_a_library(value):
             return name
     return None
-
-
-def _copied(iterator: Any) -> Any:
-    """A copy of an iterator at its current position; None if it cannot be copied."""
-    if type(iterator) is itertools.count:
-        return itertools.count(*ast.literal_eval(f"[{repr(iterator)[6:-1]}]"))
-    return copy(iterator) if type(iterator) in (type(iter([])), type(iter(())), type(iter(range(0)))) else None
 
 
 def _loss_functions(trainer: Any) -> list[Any]:
@@ -284,7 +329,7 @@ def _loss_functions(trainer: Any) -> list[Any]:
 def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()) -> Undo:
     before = {name: value for name, value in attributes.items() if name not in without} if without else dict(attributes)
     drawn = {
-        name: _copied(value)
+        name: copied(value)
         for name, value in before.items()
         if type(value) not in NO_ITERATORS and isinstance(value, Iterator)
     }
@@ -298,7 +343,7 @@ def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()
                 attributes[name] = value
         for name, value in drawn.items():
             if value is not None:
-                attributes[name] = _copied(value)
+                attributes[name] = copied(value)
 
     return undo
 
@@ -309,11 +354,7 @@ def _is_of_a_library(value: Any) -> bool:
 
 def _is_written_here(value: Any) -> bool:
     """Whether an object's class is the user's, not that of an installed package."""
-    home = type(value).__module__
-    if home.partition(".")[0] in sys.stdlib_module_names:
-        return type(value).__module__ == "types"  # SimpleNamespace
-    file = getattr(sys.modules.get(home), "__file__", None) or ""
-    return not any(part in file for part in INSTALLED)
+    return type(value).__module__ == "types" or is_users_code(type(value))  # SimpleNamespace is of `types`
 
 
 def _runs_by_itself(value: Any) -> bool:
@@ -331,8 +372,15 @@ def _is_writable(tensor: Tensor) -> bool:
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _copied_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    parameters = [p for p in model.parameters() if p.device.type != "meta" and not is_lazy(p.device)]
+def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
+    found = (parameter for module in modules for parameter in module._parameters.values())
+    return [parameter for parameter in dict.fromkeys(found) if parameter is not None]
+
+
+def _copied_weights(modules: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    if _is_sharded(modules):
+        return []
+    parameters = [p for p in _parameters_of(modules) if p.device.type != "meta" and not is_lazy(p.device)]
     on_host = any(p.device.type == "cpu" for p in parameters)
     if sum(p.numel() for p in parameters) > (WEIGHTS_ON_HOST if on_host else WEIGHTS_ON_DEVICE):
         return []
@@ -342,8 +390,7 @@ def _copied_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 def _is_sharded(modules: list[nn.Module]) -> bool:
     if any(type(module).__name__.startswith("FSDP") for module in modules):
         return True
-    weights = [p for p in modules[0].parameters() if p is not None]
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in weights)
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in _parameters_of(modules))
 
 
 def _version(tensor: Tensor) -> int:

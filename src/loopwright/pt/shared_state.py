@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
-
 from .refilling import refilling
 
 NUMBERS = frozenset({int, float, bool, str, complex, type(None)})
 LIBRARIES = ("loopwright", "torch", "transformers", "numpy", "peft", "builtins")
+NOT_USERS = frozenset((*sys.stdlib_module_names, *LIBRARIES))
+INSTALLED = ("site-packages", "dist-packages")
 FEW = 64
 """Entries of the largest container that is restored."""
 
 
-def shared_by(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Functions that restore what the classes of a user's modules count or collect."""
+def shared_by(objects: Iterable[Any]) -> list[Callable[[], None]]:
+    """Functions that restore what the classes of a user's objects count or collect."""
     found: list[Callable[[], None]] = []
-    for kind in {base for module in modules for base in type(module).__mro__}:
-        if kind.__module__.partition(".")[0] in LIBRARIES:
-            continue
-        own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-        found += _restoring(own, partial(setattr, kind))
-        for function in own.values():
-            found += globals_of(function)
+    for kind in {base for each in objects for base in type(each).__mro__}:
+        if kind.__module__.partition(".")[0] not in LIBRARIES:
+            found += shared_by_class(kind)
+            for function in vars(kind).values():
+                found += globals_of(function)
     return found
+
+
+def shared_by_class(kind: type) -> list[Callable[[], None]]:
+    """Functions that restore what a class counts or collects."""
+    own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+    def remove_new() -> None:  # a number of a base class that was counted on
+        for name, value in list(vars(kind).items()):
+            if name not in own and type(value) in NUMBERS and not name.startswith("__"):
+                delattr(kind, name)
+
+    return [remove_new, *_restoring(own, partial(setattr, kind))]
 
 
 def globals_of(function: Any) -> list[Callable[[], None]]:
@@ -36,9 +47,24 @@ def globals_of(function: Any) -> list[Callable[[], None]]:
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or (function.__module__ or "").partition(".")[0] in LIBRARIES:
         return []
+    return _restoring(named_by(function), function.__globals__.__setitem__)
+
+
+def is_users_code(thing: Any) -> bool:
+    """Whether a class or function is the user's, not one of Python or an installed package."""
+    home = thing.__module__ or ""
+    if home == "__main__":
+        return True
+    if home.partition(".")[0] in NOT_USERS:
+        return False
+    file = getattr(sys.modules.get(home), "__file__", None) or ""
+    return not any(part in file for part in INSTALLED)
+
+
+def named_by(function: FunctionType) -> dict[str, Any]:
+    """The global variables that the code of a function names."""
     place = function.__globals__
-    named = {name: place[name] for name in _names_in(function.__code__) if name in place}
-    return _restoring(named, place.__setitem__)
+    return {name: place[name] for name in _names_in(function.__code__) if name in place}
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

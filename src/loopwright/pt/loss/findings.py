@@ -15,6 +15,8 @@ from .targets import LossKind, count_samples, count_targets
 
 LOOKS = 16
 """Most tests of a loss; after that, the first assumptions are kept."""
+WATCHED = 32
+"""Updates in each of which a loss is tested after it has changed by itself."""
 
 
 class LossFindings:
@@ -61,6 +63,10 @@ class LossFindings:
         self._guessed_shift = guessed_shift
         self._shift = shift
         """Whether the loss ignores the first target of each row, as that of next tokens does; None while unknown."""
+        self.watched_until = 0
+        """The update up to which the loss is tested in each one, because it has changed by itself."""
+        self.is_postponed = False
+        """Whether the last test that was due is to be made in the next update of several micro-batches."""
         self._looks = 0
         """Number of tests so far."""
         self._knows_division = False
@@ -150,6 +156,12 @@ class LossFindings:
             self.kind, self.rivals = before.kind, before.rivals[:1]  # a coupled loss does not distinguish denominators
             self.trouble = messages.COUPLED.format(self.denominator.described())
 
+    def record_change(self, before: LossFindings, update: int) -> None:
+        """Record that the loss has another denominator than when it was last tested, without a change of the model."""
+        self.watched_until = update + WATCHED
+        if self.is_additive and self.trouble is None:
+            self.trouble = messages.HAS_CHANGED.format(self.denominator.described(), before.denominator.described())
+
     def give_up(self, reason: str) -> None:
         """End the inference, keeping the assumptions."""
         if self._looks < LOOKS:
@@ -169,6 +181,8 @@ class LossFindings:
             "looks": self._looks,
             "rivals": [each.as_dict() for each in self.rivals],
             "ratios": self._ratios,
+            "watched_until": self.watched_until,
+            "postponed": self.is_postponed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,6 +190,7 @@ class LossFindings:
         self._shift, self.is_additive, self.reason = state["shift"], state["additive"], state["reason"]
         self.divides, self._looks = state["divides"], state["looks"]
         self.rivals = tuple(Denominator(**each) for each in state["rivals"])
+        self.watched_until, self.is_postponed = state.get("watched_until", 0), state.get("postponed", False)
         ratios = state["ratios"] or ()
         self._ratios = tuple(ratios) if len(ratios) == len(self.rivals) and ratios else None
 

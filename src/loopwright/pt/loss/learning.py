@@ -170,8 +170,9 @@ class LossLearning(TorchPart, LossPart):
         A part of it may have been zero so far, such as a penalty on the distance to the initial model, or an annealed
         term.
         """
-        accounting = self.run.accounting
-        if not is_turn(self.state.global_step + 1, is_small=True) or accounting.is_additive is not True:
+        accounting, update = self.run.accounting, self.state.global_step + 1
+        is_turn_of_it = is_turn(update, is_small=True) or update <= accounting.watched_until
+        if not (is_turn_of_it or accounting.is_postponed) or accounting.is_additive is not True:
             return False
         is_custom = self.has_custom_loss() or not accounting.is_trusted
         return is_custom and accounting.may_compare and not accounting.is_claimed
@@ -186,6 +187,9 @@ class LossLearning(TorchPart, LossPart):
             self.trainer.model_accepts_loss_kwargs, self._eval_accounting = known
             return
         now.keep_weights_of(before)
+        now.watched_until = before.watched_until
+        if not after_change:
+            now.record_change(before, self.state.global_step + 1)
         self._report_trouble()
 
     def is_additive(self) -> bool:

@@ -24,6 +24,10 @@ IS_DIVIDED = (
     "the loss is already divided by gradient_accumulation_steps and is multiplied by it here, since micro-batches "
     "are weighted by the trainer; remove the division"
 )
+HAS_CHANGED = (
+    "the loss is divided by {}, but by {} when it was last tested, so steps in between may be weighted wrongly. From "
+    "now on it is tested more often; return (sum, count) from compute_loss to be exact"
+)
 MAY_BE_EITHER = (
     "the loss may be the mean over {} or over {}, and no step distinguishes them; the first is assumed. Return "
     "(sum, count) from compute_loss to be exact"

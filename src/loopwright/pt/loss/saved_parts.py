@@ -18,7 +18,8 @@ SAVED_LOSS = record(
         "looks": count(),
         "rivals": list_of(_DENOMINATOR),
         "ratios": maybe(list_of(any_number)),
-    }
+    },
+    {"watched_until": count(), "postponed": flag},
 )
 """The inferred properties of a loss in a checkpoint."""
 

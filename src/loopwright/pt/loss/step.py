@@ -89,8 +89,10 @@ class TorchLoss(LossCalls):
             self.run.accounting.learn_shift(batches[0], self.shift_probe())
         if len(self.run.accounting.rivals) > 1 and self.run.accounting.disagrees(batches):
             self.learn_loss(batches)
-        if len(batches) > 1 and self._is_recheck_due():
-            self._check_loss_again(batches, after_change=False)
+        if self._is_recheck_due():
+            if len(batches) > 1:
+                self._check_loss_again(batches, after_change=False)
+            self.run.accounting.is_postponed = len(batches) == 1
 
     def _apply_speed_plan(self, update: Update) -> None:
         """Apply the speed plan, unless the loss turned out not to allow it."""
