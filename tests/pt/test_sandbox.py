@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
-from loopwright.pt.sandbox import Sandbox, first_iterator, sandbox
+from loopwright.notices import Notices
+from loopwright.pt.sandbox import HAS_CHANGED, Sandbox, first_iterator, sandbox
 from tests import models
 from tests.models import Tokens, made, samples, trainer_of
 
@@ -298,14 +299,36 @@ def test_a_switch_of_attention_is_undone() -> None:
     assert [type(module).__name__ for module in model.modules()] == before
 
 
-def test_weights_of_a_large_model_are_watched() -> None:
+@pytest.mark.parametrize("by_data", [False, True])
+def test_weights_too_large_to_copy_are_looked_at(by_data: bool) -> None:
+    notices = Notices(quiet=True)
+    trainer = SimpleNamespace(_loopwright=SimpleNamespace(notices=notices))
     model = nn.Linear(3000, 3000)
-    with sandbox(model) as box:
+    with sandbox(model, trainer):
         model(torch.ones(1, 3000)).sum().backward()
-        assert not box.changed_weights
-        with torch.no_grad():
-            model.bias.add_(1)
-        assert box.changed_weights
+    assert not notices.told
+    with sandbox(model, trainer), torch.no_grad():
+        (model.bias.data if by_data else model.bias).add_(1)
+    assert notices.told == [HAS_CHANGED]
+
+
+def test_a_large_teacher_in_the_model_is_restored() -> None:
+    model = nn.ModuleDict({"student": nn.Linear(3000, 3000), "teacher": nn.Linear(3000, 3000).requires_grad_(False)})
+    before = model["teacher"].weight.clone()
+    with sandbox(model) as box:
+        model["teacher"].weight.data.mul_(0.5)
+        assert not box.has_changed_weights
+    assert torch.equal(model["teacher"].weight, before)
+
+
+def test_arrays_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may hold its data, which would not fit into memory twice."""
+    monkeypatch.setattr("loopwright.pt.sandbox.MOST_IN_ALL", 5)
+    trainer = SimpleNamespace(data=[np.zeros(2), torch.zeros(2), np.zeros(2), np.zeros(1)])
+    with sandbox(nn.Linear(1, 1), trainer):
+        for each in trainer.data:
+            each += 1
+    assert [float(each[0]) for each in trainer.data] == [0, 0, 1, 0]
 
 
 def test_a_source_of_data_on_the_trainer_is_seen() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..snapshot import Snapshot
 from ..speed.users_loss import users_loss_of
 from .data.columns import innermost
 from .devices import is_lazy
+from .kept_weights import KeptWeights, is_sharded, parameters_of
 from .refilling import Undo, copied, random_stream, refilling
 from .shared_state import globals_of, is_users_code, named_by, shared_by, shared_by_class
 
@@ -27,8 +27,12 @@ MOST_NODES = 200_000
 MOST_ENTRIES = 10_000
 """Entries up to which a container's contents are inspected; of a longer one, only the entries themselves are kept."""
 DEEPEST = 8
-WEIGHTS_ON_HOST, WEIGHTS_ON_DEVICE = 8_000_000, 64_000_000
-"""Sizes of models whose weights are copied; the weights of larger models are only checked for changes."""
+MOST_NUMBERS, MOST_IN_ALL = 8_000_000, 64_000_000
+"""Size of the largest array that is copied, and of all of them: a global variable may hold the user's data."""
+HAS_CHANGED = (
+    "computing the loss writes to weights that are too large to copy, so that each test of the loss changes them too; "
+    "update them in a callback instead (on_step_end)"
+)
 PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
 DICTS = frozenset({dict, OrderedDict})
 NO_ITERATORS = PLAIN | DICTS | {list, tuple, set, nn.Parameter, Tensor}
@@ -54,6 +58,9 @@ def sandbox(model: nn.Module, trainer: Any = None) -> Iterator[Sandbox]:
     finally:
         box.restore()
         box.close()
+    internals = getattr(trainer, "_loopwright", None)
+    if internals is not None and box.has_changed_weights:
+        internals.notices.warn_once(HAS_CHANGED)
 
 
 class Sandbox:
@@ -67,17 +74,15 @@ class Sandbox:
         others = state.keep_found_modules()
         self._modules = own + others
         self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
-        self._grads = [(parameter, parameter.grad) for parameter in _parameters_of(self._modules)]
-        self._weights = _copied_weights(own) + _copied_weights(others)
-        copied = {id(parameter) for parameter, _ in self._weights}
-        self._versions = [(each, _version(each)) for each, _ in self._grads if id(each) not in copied]
+        self._grads = [(parameter, parameter.grad) for parameter in parameters_of(self._modules)]
+        self._weights = [KeptWeights(own), KeptWeights(others)]
         self._lazy = self._stand_in_for_lazy_buffers()
         self._hide_gradients()
 
     @property
-    def changed_weights(self) -> bool:
+    def has_changed_weights(self) -> bool:
         """Whether weights too large to copy were written to, which is not undone."""
-        return any(_version(parameter) != version for parameter, version in self._versions)
+        return any(weights.has_changed for weights in self._weights)
 
     def restore(self) -> None:
         """Restore everything; the sandbox can be used again."""
@@ -85,9 +90,8 @@ class Sandbox:
         self._tensors.restore()
         for place, name, clone in self._lazy_clones():
             place[name] = clone
-        with torch.no_grad():
-            for tensor, value in self._weights:
-                tensor.data.copy_(value)
+        for weights in self._weights:
+            weights.restore()
         self._hide_gradients()
 
     def close(self) -> None:
@@ -131,7 +135,7 @@ class _State:
         self._recorded: set[int] = set()
         self._empty: list[Any] = []
         self._seen: set[int] = set()
-        self._left = MOST_NODES
+        self._left, self._numbers_left = MOST_NODES, MOST_IN_ALL
         self._held: list[Any] = []  # keeps objects alive, so that ids stay unique
 
     def leave_out(self, values: Iterable[Any]) -> None:
@@ -197,7 +201,7 @@ class _State:
         new = [module for module in root.modules() if id(module) not in self._recorded]
         self._recorded.update(map(id, new))
         self.leave_out(buffer for module in new for buffer in module._buffers.values() if buffer is not None)
-        if _is_sharded(new):  # FSDP swaps full and sharded parameters itself
+        if is_sharded(new):  # FSDP swaps full and sharded parameters itself
             self.leave_out(module._parameters for module in new)
         for module in new:
             self.keep_attributes(module)
@@ -233,13 +237,16 @@ class _State:
 
     def _keep_array(self, value: Any) -> None:
         self._note(value)
+        size = value.size if isinstance(value, np.ndarray) else value.numel()
+        if size > min(MOST_NUMBERS, self._numbers_left):
+            return
         if isinstance(value, np.ndarray):
-            if value.size <= WEIGHTS_ON_HOST and value.flags.writeable:
+            if value.flags.writeable:
+                self._numbers_left -= size
                 same = value.copy()
                 self._undo.append(lambda: np.copyto(value, same))
-        elif type(value) is Tensor and value.numel() <= WEIGHTS_ON_HOST and not is_lazy(value.device):
-            if not _is_writable(value):
-                return
+        elif type(value) is Tensor and not is_lazy(value.device) and _is_writable(value):
+            self._numbers_left -= size
             clone = value.detach().clone()
 
             def undo() -> None:  # always: not every write changes the version counter
@@ -370,28 +377,3 @@ def _is_writable(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return True
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
-    found = (parameter for module in modules for parameter in module._parameters.values())
-    return [parameter for parameter in dict.fromkeys(found) if parameter is not None]
-
-
-def _copied_weights(modules: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    if _is_sharded(modules):
-        return []
-    parameters = [p for p in _parameters_of(modules) if p.device.type != "meta" and not is_lazy(p.device)]
-    on_host = any(p.device.type == "cpu" for p in parameters)
-    if sum(p.numel() for p in parameters) > (WEIGHTS_ON_HOST if on_host else WEIGHTS_ON_DEVICE):
-        return []
-    return [(p, p.detach().clone()) for p in parameters]
-
-
-def _is_sharded(modules: list[nn.Module]) -> bool:
-    if any(type(module).__name__.startswith("FSDP") for module in modules):
-        return True
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in _parameters_of(modules))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
