@@ -480,6 +480,25 @@ def test_the_model_goes_back_to_the_mode_it_was_in(mode: bool, fails: bool, tmp_
     assert trainer.model.training is mode
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_parts_of_the_model_go_back_to_the_mode_they_were_in(mode: bool, tmp_path: Any) -> None:
+    trainer = make(tmp_path)
+    trainer.model.train(mode)
+    trainer.model.dropout.train(not mode)
+    trainer.evaluate(points())
+    assert [each.training for each in trainer.model.modules()] == [mode, mode, not mode]
+
+
+def test_an_override_may_return_the_loss_of_each_sample(tmp_path: Any) -> None:
+    class Each(loopwright.Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss, logits, labels = super().prediction_step(*args, **kwargs)
+            return loss.repeat(3), logits, labels
+
+    found = [make(tmp_path, cls=cls).evaluate(points())["eval_loss"] for cls in (loopwright.Trainer, Each)]
+    assert found[0] == pytest.approx(found[1])
+
+
 # ---- results as text and files ---------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,10 @@ def trainers(name: Any, folder: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def assert_same_nest(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, (tuple, list)):
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        assert_same_nest([*ours.values()], [*theirs.values()])
+    elif isinstance(theirs, (tuple, list)):
         assert isinstance(ours, (tuple, list)) and len(ours) == len(theirs)
         for mine, other in zip(ours, theirs, strict=True):
             assert_same_nest(mine, other)
@@ -214,6 +217,27 @@ def test_the_configuration_names_outputs_to_ignore(ignored: Any, tmp_path: Any) 
     )
     ours, theirs = trainers(model, tmp_path, per_device_eval_batch_size=4)
     assert_same_output(ours.predict(points(8)), theirs.predict(points(8)))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda logits, loss: (loss.reshape(1), logits),
+        lambda logits, loss: (loss,),
+        lambda logits, loss: {"loss": loss, "logits": logits, "each": [logits, (logits * 2,)]},
+        lambda logits, loss: {"loss": loss, "part": transformers.utils.ModelOutput(logits=logits, each=[logits])},
+    ],
+    ids=["a loss of shape (1,)", "the loss only", "lists", "a named output"],
+)
+def test_predictions_have_the_structure_of_the_outputs(made: Any, tmp_path: Any) -> None:
+    mine, other = (each.predict(points(9)) for each in trainers(Outputs(made), tmp_path, per_device_eval_batch_size=4))
+    assert_same_output(mine, other)
+    assert types_of(mine.predictions) == types_of(other.predictions)
+
+
+def types_of(value: Any) -> Any:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return type(value), [types_of(each) for each in inner]
 
 
 class Pairs(Outputs):

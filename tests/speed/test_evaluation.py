@@ -417,6 +417,21 @@ def test_longer_samples_than_the_proof_has_seen(bert: nn.Module, doubles_stay: N
     assert chosen(trainer)[UNPADDED], reason(trainer)
 
 
+def test_data_without_a_mask_after_data_with_one(bert: nn.Module, doubles_stay: None, tmp_path: Path) -> None:
+    data = samples(20, "class")
+    alike = [{**row, "input_ids": torch.arange(5) + place % 7} for place, row in enumerate(data)]
+
+    def own(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        is_alike = all(len(row["input_ids"]) == 5 for row in rows)
+        return {name: value for name, value in collate(rows).items() if not (is_alike and name == "attention_mask")}
+
+    plain = trainer_of(bert, data, tmp_path, "off", data_collator=own).predict(alike)
+    trainer = trainer_of(bert, data, tmp_path, data_collator=own)
+    trainer.predict(data)
+    assert chosen(trainer)[UNPADDED], reason(trainer)
+    assert_alike(trainer.predict(alike).predictions, plain.predictions)
+
+
 class Small(Odd):
     """Runs out of memory beyond some tokens; only rows are that long."""
 

@@ -57,6 +57,14 @@ def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tm
     assert kept_collated(run) == [update in odd for update in range(4)]
 
 
+def test_later_batches_may_have_no_mask(tmp_path: Path) -> None:
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        return {name: value for name, value in batch.items() if number < 2 or name != "attention_mask"}
+
+    run = same_losses(lambda: build("bert", "class"), samples(60, "class"), tmp_path, change)
+    assert run.plan.layout == UNPADDED, run.plan.lines()
+
+
 def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
     from loopwright.speed.planner import planner as planning
 

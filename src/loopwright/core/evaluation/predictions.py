@@ -101,11 +101,11 @@ class PredictionStore:
             return None
         if not self._concat:
             return self._batches
-        return map_nested(lambda leaf: leaf.array() if isinstance(leaf, Column) else leaf, self._root, leaf_lists=True)
+        return map_nested(lambda leaf: leaf.array() if isinstance(leaf, Column) else leaf, self._root)
 
     def _grow(self, node: Any, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: self._grow((node or {}).get(key), each) for key, each in value.items()}
+            return _like(value, {key: self._grow((node or {}).get(key), each) for key, each in value.items()})
         if isinstance(value, tuple) or (isinstance(value, list) and all(_is_nest(each) for each in value)):
             parts = node if node is not None else [None] * len(value)
             if len(parts) != len(value):
@@ -113,7 +113,8 @@ class PredictionStore:
                     f"a batch returned {len(value)} outputs or labels, but earlier batches returned {len(parts)}, so "
                     "they cannot be concatenated; set eval_do_concat_batches=False to get a list of batches"
                 )
-            return tuple(self._grow(part, each) for part, each in zip(parts, value, strict=True))
+            grown = [self._grow(part, each) for part, each in zip(parts, value, strict=True)]
+            return grown if isinstance(value, list) else tuple(grown)
         if isinstance(value, np.ndarray) and value.dtype != object:
             column = Column(self._expected) if node is None else node
             column.append(value)
@@ -132,15 +133,23 @@ def _is_nest(value: Any) -> bool:
     return isinstance(value, (tuple, dict)) or (isinstance(value, np.ndarray) and value.dtype.kind != "O")
 
 
-def map_nested(function: Callable[[Any], Any], value: Any, *, leaf_lists: bool = False) -> Any:
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
     """The function applied to every leaf of nested dicts, tuples and lists."""
     if isinstance(value, dict):
-        return {key: map_nested(function, each, leaf_lists=leaf_lists) for key, each in value.items()}
+        return _like(value, {key: map_nested(function, each) for key, each in value.items()})
     if isinstance(value, tuple):
-        return tuple(map_nested(function, each, leaf_lists=leaf_lists) for each in value)
-    if isinstance(value, list) and not leaf_lists:
+        return tuple(map_nested(function, each) for each in value)
+    if isinstance(value, list) and not isinstance(value, _Rows):
         return [map_nested(function, each) for each in value]
     return function(value)
+
+
+def _like(value: dict[str, Any], items: dict[str, Any]) -> dict[str, Any]:
+    """The items in the type of a dict, such as the outputs of a part of a model."""
+    try:
+        return items if type(value) is dict else type(value)(items)
+    except TypeError:  # a type that is not made from its items
+        return items
 
 
 def first_leaf(value: Any) -> Any:

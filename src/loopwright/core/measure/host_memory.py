@@ -62,8 +62,10 @@ class MemoryMeter:
         self._allocated = self._figures_of_device().get("allocated", 0)
 
     def keep(self, phase: str) -> None:
-        """Keep the figures of a phase until the next one reports them, once."""
-        self._kept = self.figures(phase)
+        """Keep the figures of a phase, and the use before it, until the next one reports them, once."""
+        self._kept = {**self.figures(phase), f"before_{phase}_mem_cpu": self._host}
+        if f"{phase}_mem_gpu_alloc_delta" in self._kept:
+            self._kept[f"before_{phase}_mem_gpu"] = self._allocated
 
     def figures(self, phase: str) -> dict[str, int]:
         """Bytes added since `start`, and the peak beyond current use; also those of a phase that was kept."""

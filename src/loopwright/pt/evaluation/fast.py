@@ -191,9 +191,10 @@ class FastEvaluation(TorchPart):
         if loss is not None and loss.dim():
             loss = loss.mean()
         weight: Any = samples
+        own = loss if has_loss else None
         if loss is not None:
             loss, weight = calls.weighed(loss, given, samples)
-        return Forward(loss, weight, logits_of(outputs, evaluation.ignored_outputs(ignore_keys), has_loss=has_loss))
+        return Forward(loss, weight, logits_of(outputs, evaluation.ignored_outputs(ignore_keys), own))
 
     def around(self) -> AbstractContextManager[Any]:
         return self.trainer.compute_loss_context_manager()  # type: ignore[no-any-return]

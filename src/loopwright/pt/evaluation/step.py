@@ -137,12 +137,15 @@ class TorchEvaluation(TorchPart, Evaluation):
             yield
             return
         was_training, self._is_evaluating = self.strategy.model.training, True
+        modes = {module: module.training for model in (self.strategy.model, self.model) for module in model.modules()}
         try:
             yield
         finally:
             self._is_evaluating = False
             if was_training:
                 self.strategy.training()
+            for module, mode in modes.items():
+                module.training = mode
 
     def is_plain(self, loss_only: bool) -> bool:
         """Whether a step is a forward of the model, and not, for example, the generation of text."""
@@ -180,6 +183,8 @@ class TorchEvaluation(TorchPart, Evaluation):
             if type(inputs) is Static:
                 logits, labels = self.internals.data.trimmed(inputs, logits, labels)
             samples = count_samples(inputs)
+            if isinstance(loss, Tensor) and loss.dim():  # of an override: one loss for each sample
+                loss = loss.mean()
             if micro.update.summed is not None:  # the loss was given as (sum, count)
                 weight = micro.update.summed
             else:
@@ -305,7 +310,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             loss, outputs = self._loss_and_outputs(model, inputs)
         if prediction_loss_only:
             return loss, None, None
-        logits = logits_of(outputs, self.ignored_outputs(ignore_keys), has_loss=labels is not None)
+        logits = logits_of(outputs, self.ignored_outputs(ignore_keys), None if labels is None else loss)
         return loss, single(_detached(logits)), single(labels)
 
     def labels_of(self, inputs: Any) -> tuple[Any, ...] | None:
@@ -359,17 +364,21 @@ class TorchEvaluation(TorchPart, Evaluation):
         return ["past_key_values"] if configured is None else list(configured)
 
 
-def logits_of(outputs: Any, ignored: list[str], *, has_loss: bool) -> Any:
+def logits_of(outputs: Any, ignored: list[str], loss: Tensor | None) -> Any:
     """The outputs without the loss and the ignored ones; the first of a tuple may only be a loss if there is one."""
     if isinstance(outputs, Mapping):
         return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
     if hasattr(outputs, "__dataclass_fields__"):
         named = {name: getattr(outputs, name) for name in outputs.__dataclass_fields__}
-        return logits_of(named, ignored, has_loss=has_loss)
+        return logits_of(named, ignored, loss)
     if isinstance(outputs, (tuple, list)):
-        is_first = has_loss and len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
-        return tuple(outputs[1:] if is_first else outputs)
+        return tuple(outputs[1:] if loss is not None and outputs and _is_loss(outputs[0], loss) else outputs)
     return (outputs,)
+
+
+def _is_loss(output: Any, loss: Tensor) -> bool:
+    """Whether an output is the loss, which may have the shape (1,)."""
+    return isinstance(output, Tensor) and (not output.dim() or output.data_ptr() == loss.data_ptr())
 
 
 def single(values: Any) -> Any:

@@ -231,6 +231,7 @@ def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool
 
 def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
     """Padded batches with the indices of their real tokens for the encoder."""
+    samples = samples if MASK in samples.tensors else _masked(samples)
     split = split_evenly if limits.few_shapes else split_into_rows  # the number of samples is part of the shape
     rows = split(samples.axes[SOURCE].lengths, budget=limits.budget)
     part = _part_to_fill(fill, limits)
@@ -270,6 +271,14 @@ def _widen(batch: dict[str, Any], axis: Axis, samples: Samples, width: int) -> N
 def _real_tokens(starts: np.ndarray, ends: np.ndarray, width: int) -> Tensor:
     along = np.arange(width)
     return torch.from_numpy((along >= starts[:, None]) & (along < ends[:, None]))
+
+
+def _masked(samples: Samples) -> Samples:
+    """Samples that come without a mask, with one."""
+    axis = samples.axes[SOURCE]
+    mask = _real_tokens(axis.starts, axis.ends, axis.width).long()
+    axes = {**samples.axes, SOURCE: replace(axis, names=[*axis.names, MASK])}
+    return replace(samples, tensors={**samples.tensors, MASK: mask}, axes=axes)
 
 
 def _filled(tokens: Tensor, missing: int, value: int) -> Tensor:
