@@ -30,8 +30,8 @@ from ..devices import copies_while_computing
 from ..loss.targets import LossKind, check_loss, count_samples
 from ..part import TorchPart
 from .host_copies import HostCopy, sent_ahead
+from .outputs import logits_of, single
 from .read_ahead import ACTS_BETWEEN, acts_between_batches, kept
-from .step import logits_of, single
 
 KEEPS_BATCHES = {
     "prediction_step": "prediction_step is overridden",

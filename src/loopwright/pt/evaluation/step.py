@@ -17,7 +17,6 @@ from ...args.names import DebugOption
 from ...core.evaluation.entry import PREPARATION, Evaluation
 from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
-from ...core.evaluation.predictions import map_nested
 from ...core.outputs import EvalLoopOutput
 from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update
@@ -36,6 +35,7 @@ from ..loss.targets import check_loss, count_samples
 from ..part import TorchPart
 from ..precision import full_eval_dtype
 from .metric_inputs import metrics_function
+from .outputs import detached, logits_of, single, to_numpy
 from .read_ahead import ReadAhead, kept
 
 
@@ -305,13 +305,13 @@ class TorchEvaluation(TorchPart, Evaluation):
     ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of one batch."""
         inputs = self.trainer._prepare_inputs(inputs)
-        labels = _detached(self.labels_of(inputs))  # the loss may remove them from the batch
+        labels = detached(self.labels_of(inputs))  # the loss may remove them from the batch
         with torch.no_grad():
             loss, outputs = self._loss_and_outputs(model, inputs)
         if prediction_loss_only:
             return loss, None, None
         logits = logits_of(outputs, self.ignored_outputs(ignore_keys), None if labels is None else loss)
-        return loss, single(_detached(logits)), single(labels)
+        return loss, single(detached(logits)), single(labels)
 
     def labels_of(self, inputs: Any) -> tuple[Any, ...] | None:
         """The labels of a batch; none of them, `()`, if its loss needs no labels, so that metrics are computed."""
@@ -362,41 +362,3 @@ class TorchEvaluation(TorchPart, Evaluation):
             return ignore_keys
         configured = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None)
         return ["past_key_values"] if configured is None else list(configured)
-
-
-def logits_of(outputs: Any, ignored: list[str], loss: Tensor | None) -> Any:
-    """The outputs without the loss and the ignored ones; the first of a tuple may only be a loss if there is one."""
-    if isinstance(outputs, Mapping):
-        return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
-    if hasattr(outputs, "__dataclass_fields__"):
-        named = {name: getattr(outputs, name) for name in outputs.__dataclass_fields__}
-        return logits_of(named, ignored, loss)
-    if isinstance(outputs, (tuple, list)):
-        return tuple(outputs[1:] if loss is not None and outputs and _is_loss(outputs[0], loss) else outputs)
-    return (outputs,)
-
-
-def _is_loss(output: Any, loss: Tensor) -> bool:
-    """Whether an output is the loss, which may have the shape (1,)."""
-    return isinstance(output, Tensor) and (not output.dim() or output.data_ptr() == loss.data_ptr())
-
-
-def single(values: Any) -> Any:
-    return values[0] if isinstance(values, tuple) and len(values) == 1 else values
-
-
-def _detached(value: Any) -> Any:
-    return map_nested(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def to_numpy(value: Any) -> Any:
-    """Nested tensors as nested numpy arrays; dtypes that numpy lacks become float32."""
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        leaf = leaf.detach()
-        known = not leaf.is_floating_point() or leaf.dtype in (torch.float16, torch.float32, torch.float64)
-        return (leaf if known else leaf.float()).cpu().numpy()
-
-    return map_nested(convert, value)
