@@ -15,8 +15,13 @@ from ...notices import logger
 from .learning_rates import current_lrs, initial_lr, one_for_each_group, restore_lrs, set_lr
 
 GREEDY_FLOOR = 0.01  # the default lower bound, as a fraction of each group's learning rate
-THEIRS = {"good": "num_good_epochs", "bad": "num_bad_epochs", "rest": "cooldown_counter",
-          "attempts_left": "reset_start", "base_lrs": "_init_lrs"}  # fmt: skip
+TRANSFORMERS_NAMES = {
+    "good": "num_good_epochs",
+    "bad": "num_bad_epochs",
+    "rest": "cooldown_counter",
+    "attempts_left": "reset_start",
+    "base_lrs": "_init_lrs",
+}
 """Names in the state of transformers' class, where they differ."""
 COUNTERS = ("last_epoch", "best", "good", "bad", "rest", "attempts_left")
 
@@ -196,7 +201,7 @@ class GreedyLR(LRScheduler):
 
 def to_transformers(state: dict[str, Any]) -> dict[str, Any]:
     """A state as transformers' class reads it: without a best value, it keeps its initial one."""
-    found = {THEIRS.get(name, name): value for name, value in state.items() if name != "window"}
+    found = {TRANSFORMERS_NAMES.get(name, name): value for name, value in state.items() if name != "window"}
     if found["best"] is None:
         del found["best"]
     if state["window"]:
@@ -207,7 +212,8 @@ def to_transformers(state: dict[str, Any]) -> dict[str, Any]:
 def from_transformers(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state that transformers' class reads or has written."""
     best = state.get("best")
-    found = {name: state[THEIRS.get(name, name)] for name in (*COUNTERS, "base_lrs", "_last_lr") if name != "best"}
+    names = [name for name in (*COUNTERS, "base_lrs", "_last_lr") if name != "best"]
+    found = {name: state[TRANSFORMERS_NAMES.get(name, name)] for name in names}
     found["rest"] += state["warmup_counter"]
     window = state.get("_streaming_avg", {}).get("values", ())
     return {**found, "best": None if best is None or math.isinf(best) else best, "window": window}
