@@ -88,8 +88,8 @@ def course(forks: Forks, folder: Path) -> Course:
     early, watch = "cli/early_signals.py", "core/shutdown/signals.py"
     unwatched = [
         (0.0, max(moments(early, "signal.signal(each, stop)")) + 1),
-        (min(moments(early, "for each, handler in earlier")), max(moments(watch, "signal.signal(number, self")) + 1),
-        (min(moments(watch, "for number, handler in self._earlier.items()")), float("inf")),
+        (min(moments(early, "restore_handlers(earlier)")), max(moments(watch, "signal.signal(number, self")) + 1),
+        (min(moments(watch, "restore_handlers(self._earlier)")), float("inf")),
     ]
     return Course(sorted(points), unwatched)
 

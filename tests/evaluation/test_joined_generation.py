@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,8 @@ def peaked(model: Any) -> Any:
     return model
 
 
-TALLY = SimpleNamespace(forwards=0, seconds=0.0)
+TALLY = SimpleNamespace(forwards=0, seconds=0.0, lock=threading.Lock())
+"""With a lock: other objects in global variables are restored after a comparison."""
 
 
 class Llama(transformers.LlamaForCausalLM):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,19 +23,15 @@ def _few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "ENOUGH_TOKENS", ENOUGH)
 
 
-SIZES: list[int] = []
-
-
-def note(size: int) -> None:
-    """Not in the model itself: global variables that its code names are restored after a trial."""
-    SIZES.append(size)
+SEEN = SimpleNamespace(sizes=[], lock=threading.Lock())
+"""With a lock: other objects in global variables that a model names are restored after a test of its loss."""
 
 
 class Seen(ShiftedTokens):
     """Notes how many tokens it is given."""
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
-        note(input_ids.numel())
+        SEEN.sizes.append(input_ids.numel())
         return super().forward(input_ids, attention_mask, labels)
 
 
@@ -54,11 +52,11 @@ def test_a_part_tells_as_much(kind: type, lengths: tuple[int, ...], tmp_path: Pa
 
 @pytest.mark.parametrize("lengths", [(40,), (9, 3, 12, 7)])
 def test_no_more_tokens_are_computed_than_are_enough(lengths: tuple[int, ...], tmp_path: Path) -> None:
-    SIZES.clear()
+    SEEN.sizes.clear()
     learned(made(Seen), samples(lengths), tmp_path)
     # What the loss counts and how it is scaled takes four; a comparison with its parts takes whole rows.
-    assert SIZES and max(SIZES[:4]) <= max(ENOUGH, min(lengths) + ENOUGH)
-    assert max(SIZES) <= len(lengths) * max(lengths)
+    assert SEEN.sizes and max(SEEN.sizes[:4]) <= max(ENOUGH, min(lengths) + ENOUGH)
+    assert max(SEEN.sizes) <= len(lengths) * max(lengths)
 
 
 def test_the_part_of_a_row_has_its_targets(tmp_path: Path) -> None:
