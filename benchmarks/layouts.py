@@ -13,6 +13,7 @@ seconds.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from dataclasses import asdict
@@ -120,6 +121,7 @@ def combined(arm: str, answers: dict[str, list[Result]]) -> Result:
 
 def measure(options: argparse.Namespace, words: list[str]) -> Result:
     """All cases, one process per arm for the whole of it."""
+    os.environ["LOOPWRIGHT_KEPT_PLANS"] = "off"  # every round is a first run
     workers = {arm: Worker(__file__, arm, words) for arm in options.arms}
     content: Result = {"benchmark": "layouts", "task": about(options), "cases": {}, "targets": {}}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..attention.kernel_choice import without_cudnn
 from ..attention.switch import AttentionSwitch
 from ..attention.t5_bias import switch_for
 from ..fused_modules import FusedModules
+from ..linear_products import LinearProducts
 from ..planner.decision import BIASED, COLLATED, FLAT, GROUPED, IN_ROWS, LAYOUTS, PAIRED, UNMASKED, UNPADDED
 from .positions import counts_by_row, most_positions, takes_any_length
 from .rows import (
@@ -42,8 +43,9 @@ from .unpadded_encoder import UnpaddedEncoder, find_embeddings, find_encoder
 class Layout:
     """A way to arrange samples; this class implements `grouped`, with or without mask, for any model."""
 
-    def __init__(self, name: str, *, most_width: int | None = None) -> None:
+    def __init__(self, name: str, model: nn.Module, *, most_width: int | None = None) -> None:
         self.name, self._most_width = name, most_width
+        self.products = LinearProducts(model)
 
     def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
         if limits.few_shapes:
@@ -57,16 +59,16 @@ class Layout:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Install the layout around the forward and backward of an update."""
-        with without_cudnn():
+        with without_cudnn(), self.products.active():
             yield
 
 
 class Biased(Layout):
     """Groups, with an attention that has fast kernels for the model's position bias, and norms of one kernel."""
 
-    def __init__(self, switch: AttentionSwitch, fused: FusedModules) -> None:
-        super().__init__(BIASED)
-        self._switch, self._fused = switch, fused
+    def __init__(self, model: nn.Module, switch: AttentionSwitch) -> None:
+        super().__init__(BIASED, model)
+        self._switch, self._fused = switch, FusedModules(model)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -77,8 +79,8 @@ class Biased(Layout):
 class Flat(Layout):
     """Rows of several documents without padding."""
 
-    def __init__(self, switch: AttentionSwitch) -> None:
-        super().__init__(FLAT)
+    def __init__(self, model: nn.Module, switch: AttentionSwitch) -> None:
+        super().__init__(FLAT, model)
         self._switch = switch
 
     def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
@@ -94,7 +96,7 @@ class Flat(Layout):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._switch.active():
+        with self._switch.active(), self.products.active():
             yield
 
 
@@ -103,15 +105,16 @@ class Paired(Layout):
 
     def __init__(
         self,
+        model: nn.Module,
         switch: AttentionSwitch,
         bias: pairs.DistanceBias,
         positions: pairs.RowPositions,
         *,
-        fused: FusedModules,
         shift: Callable[[Tensor], Tensor],
     ) -> None:
-        super().__init__(PAIRED)
-        self._switch, self._bias, self._positions, self._fused, self._shift = switch, bias, positions, fused, shift
+        super().__init__(PAIRED, model)
+        self._switch, self._bias, self._positions, self._shift = switch, bias, positions, shift
+        self._fused = FusedModules(model)
 
     def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
         return lay_pairs(samples, limits, shift=self._shift, fill=fill)
@@ -130,15 +133,18 @@ class Paired(Layout):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._switch.active(), self._bias.active(), self._positions.active(), self._fused.active():
+        changes = (self._switch, self._bias, self._positions, self._fused, self.products)
+        with ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change.active())
             yield
 
 
 class Unpadded(Flat):
     """Padded batches with an encoder that computes real tokens only."""
 
-    def __init__(self, switch: AttentionSwitch, encoder: UnpaddedEncoder) -> None:
-        super().__init__(switch)
+    def __init__(self, model: nn.Module, switch: AttentionSwitch, encoder: UnpaddedEncoder) -> None:
+        super().__init__(model, switch)
         self.name = UNPADDED
         self._encoder = encoder
 
@@ -165,11 +171,11 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     if name in (GROUPED, UNMASKED):
         # A position out of range would abort the process on a GPU; an unknown limit leaves every width as it is.
         most = None if takes_any_length(model) else most_positions(model, of_sources=True) or 0
-        return Layout(name, most_width=most)
+        return Layout(name, model, most_width=most)
     assert name in LAYOUTS and name != COLLATED
     if name == BIASED:
         biased = switch_for(model)
-        return biased if isinstance(biased, str) else Biased(biased, FusedModules(model))
+        return biased if isinstance(biased, str) else Biased(model, biased)
     if name == PAIRED:
         return _paired(model)
     switch = AttentionSwitch(model)
@@ -177,11 +183,11 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     if reason is not None:
         return reason
     if name == FLAT:
-        return Flat(switch)
+        return Flat(model, switch)
     encoder = find_encoder(model)
     if encoder is None:
         return "the model has no separate encoder"
-    return Unpadded(switch, UnpaddedEncoder(encoder, find_embeddings(model, encoder)))
+    return Unpadded(model, switch, UnpaddedEncoder(encoder, find_embeddings(model, encoder)))
 
 
 def _paired(model: nn.Module) -> Layout | str:
@@ -194,7 +200,7 @@ def _paired(model: nn.Module) -> Layout | str:
     if shift is None:
         return "it is not known how the model makes inputs of the decoder from labels"
     reason = bias.reason or positions.reason
-    return reason or Paired(switch, bias, positions, fused=FusedModules(model), shift=shift)
+    return reason or Paired(model, switch, bias, positions, shift=shift)
 
 
 def _shift_of(model: nn.Module) -> Callable[[Tensor], Tensor] | None:

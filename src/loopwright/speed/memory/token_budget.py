@@ -200,12 +200,12 @@ def _estimate(
 
     with ExitStack() as stack:
         stack.enter_context(setup.as_trained())
-        if layout is not None:
-            stack.enter_context(layout.active())
         if head is not None:
             head.count = None
             head.install()
             stack.callback(head.remove)
+        if layout is not None:
+            stack.enter_context(layout.active())
         one, two = measure_twice(forward, sizes=(1, 2), model=setup.model, blocks=blocks, sandbox=setup.sandbox)
         if one.tokens < whole:
             with setup.sandbox():

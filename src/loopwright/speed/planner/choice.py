@@ -12,6 +12,7 @@ from ..fused_loss.lazy_logits import HEAD, PendingHead
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
+from ..linear_products import ONEDNN
 from ..memory.token_budget import MeasuredMemory, limits_for
 from ..output_layer import ReplacedHead, named_head, output_head
 from ..proof.guard import Coverage
@@ -100,6 +101,8 @@ class Decision:
                 continue
             self.layout, self.plan.layout = layout, name
             self.plan.note(name, True, f"{gain}; {same(proof, self.where)}", proof.numbers)
+            if layout.products.are_used and not self._setup.computes_half:
+                self.plan.note(ONEDNN, True, "MKL's do not use the AVX-512 of this processor; part of that proof")
             return
 
     def _prove_layout(self, name: str, layout: Layout) -> Proof:
