@@ -18,6 +18,7 @@ import loopwright.speed.planner.regions as regions
 import loopwright.speed.proof.distance as distance
 from loopwright import Trainer, TrainingArguments
 from loopwright.pt.acceleration import Acceleration
+from loopwright.pt.kept_weights import KeptWeights
 from loopwright.pt.loss.probe import LossProbe
 from loopwright.speed.cuda_graphs.recorder import GraphedStep
 from loopwright.speed.proof.distance import SINGLE, squared_norms
@@ -461,3 +462,29 @@ def test_running_statistics_are_not_updated_twice(tmp_path: Any, monkeypatch: py
     data = [{"x": torch.randn(32, 2), "labels": torch.zeros(())} for _ in range(32)]
     run(Normed(), data, tmp_path, RegionProver, "prove", speed="max", max_steps=1)
     assert not called
+
+
+@pytest.mark.usefixtures("_compiled_graphs")
+def test_weights_are_kept_on_the_host_while_compiled_code_is_compared(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[bool] = []
+    make, run_once = KeptWeights.__init__, Prober._run
+
+    def noted(self: Any, modules: Any, *, on_host: bool = False) -> None:
+        places.append(on_host)
+        make(self, modules, on_host=on_host)
+
+    def with_places(self: Any, *given: Any) -> Any:
+        places.clear()
+        try:
+            return run_once(self, *given)
+        finally:
+            found.append(set(places))
+
+    found: list[set[bool]] = []
+    monkeypatch.setattr(KeptWeights, "__init__", noted)
+    monkeypatch.setattr(Prober, "_run", with_places)
+    data = [{"x": torch.randn(32, 2), "labels": torch.zeros(())} for _ in range(32)]
+    run(Blocks(), data, tmp_path, RegionProver, "prove", speed="max", max_steps=1)
+    assert found == [{True}, {True}], "as written and compiled"
