@@ -16,17 +16,23 @@ import loopwright.pt.kept_weights as kept_weights
 import loopwright.speed.planner.cost as cost
 import loopwright.speed.planner.regions as regions
 import loopwright.speed.proof.distance as distance
-from loopwright import Trainer, TrainingArguments
+from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.kept_weights import KeptWeights
 from loopwright.pt.loss.probe import LossProbe
 from loopwright.speed.cuda_graphs.recorder import GraphedStep
+from loopwright.speed.fused_loss.cross_entropy import ALIGNED
+from loopwright.speed.output_layer import PaddedHead, output_head
+from loopwright.speed.planner.decision import SpeedPlan
+from loopwright.speed.planner.heads import HeadChoice
+from loopwright.speed.proof.audit import Verification
 from loopwright.speed.proof.distance import SINGLE, squared_norms
 from loopwright.speed.proof.gradients import GradientSum, share_equal
 from loopwright.speed.proof.prober import Candidate, Prober, Setting
 from loopwright.speed.proof.prover import Prover
 from loopwright.speed.proof.region import RegionProver
 from loopwright.speed.training_setup import TrainingSetup
+from loopwright.speed.widening import WidenedUse
 from tests.speed.live_bytes import LiveBytes
 from tests.speed.test_graphing import Recorder
 
@@ -488,3 +494,62 @@ def test_weights_are_kept_on_the_host_while_compiled_code_is_compared(
     data = [{"x": torch.randn(32, 2), "labels": torch.zeros(())} for _ in range(32)]
     run(Blocks(), data, tmp_path, RegionProver, "prove", speed="max", max_steps=1)
     assert found == [{True}, {True}], "as written and compiled"
+
+
+def whisper() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.WhisperConfig(
+        vocab_size=30, num_mel_bins=4, d_model=16, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=60,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def padded_targets(setup: TrainingSetup, batches: list[Any]) -> Any:
+    return WidenedUse(setup).prove(batches)
+
+
+def padded_classes(setup: TrainingSetup, batches: list[Any]) -> Any:
+    head = output_head(setup.model)
+    assert head is not None
+    return HeadChoice(setup)._proved(SpeedPlan(), PaddedHead(head), batches)
+
+
+def later_padded_classes(setup: TrainingSetup, batches: list[Any]) -> Any:
+    head = output_head(setup.model)
+    assert head is not None
+    verification = Verification(setup, SpeedPlan(), None, PaddedHead(head), tell=print)
+    return verification.prove(batches, None, None, covers=False)
+
+
+@pytest.mark.parametrize("compare", [padded_targets, padded_classes, later_padded_classes])
+def test_accelerations_of_whole_updates_are_compared_with_recomputed_activations(
+    compare: Callable[[TrainingSetup, list[Any]], Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALIGNED, "cpu", 8)
+    added: list[int] = []
+
+    class Comparing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            setup = trainer._loopwright.acceleration.training_setup()
+            trainer._loopwright.loss.learn_loss([batch])
+            for sparing in (lambda setup: nullcontext(), recomputing):
+                monkeypatch.setattr(TrainingSetup, "sparing", sparing)
+                gc.collect()
+                with LiveBytes([*model.parameters(), *batch.values()]) as live:
+                    assert compare(setup, [batch]).accepted
+                added.append(live.added)
+
+    rows = [{"input_features": torch.randn(4, 120), "labels": torch.randint(2, 30, (9,))} for _ in range(8)]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, max_steps=1, report_to="none", save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(whisper(), arguments, train_dataset=rows, callbacks=[Comparing()])
+    trainer.train()
+    as_written, spared = added
+    assert spared < 0.7 * as_written
+    assert not trainer.model.is_gradient_checkpointing
