@@ -60,7 +60,7 @@ STEPS = {
         f"everyday.py sft-64 --arms loopwright --planned 60 --updates 40 {CACHE} --to FOLDER/sft-60-{TODAY}.json",
         60, 100,
     ),
-    "evaluation": Step(f"evaluation.py --model bert --json FOLDER/evaluation-bert-{TODAY}.json", 60, 120),
+    "evaluation": Step(f"evaluation.py --model bert --timeout 90 --json FOLDER/evaluation-bert-{TODAY}.json", 60, 150),
     "t5": everyday("t5", "--arms loopwright --timeout 150", usual=110),
     "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
     "sft-8": everyday("sft-8", f"{ALL_ARMS} {SLOW}", usual=220),
