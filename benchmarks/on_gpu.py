@@ -1,18 +1,25 @@
 """Everything that has to be measured on a GPU, the most important first, within a number of minutes.
 
-    python benchmarks/on_gpu.py [--minutes 25] [--only tests peaks-vit ...] [--to FOLDER]
+    python benchmarks/on_gpu.py [--minutes 25] [--only tests peaks-vit ...] [--to FOLDER] [--pack FILE]
 
 Each step is a script with a time limit. A step begins only if its usual time is left. Its log and its numbers are in
-the folder as soon as it ends, so that nothing is lost if the machine has to be returned.
+the folder as soon as it ends, and with --pack in one archive, so that nothing is lost if the machine has to be
+returned. Steps that have ended are not repeated: where a command may take ten minutes, run the same one three times:
+
+    python benchmarks/on_gpu.py --minutes 9.3 --pack $OUT/on_gpu.tar.gz
+
+The tables are written from JSON files in benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,56 +49,74 @@ ALL_ARMS = "--arms loopwright hand transformers --preload"
 SLOW = "--beside 4 --timeout 420"
 """For arms that get ready slowly: a large model that is compiled as a whole takes minutes."""
 CACHE = "--cache FOLDER/../cache"
-PEAKS = ("vit", "whisper", "custom", "gpt2")
+PEAKS = ("vit", "convnext", "custom", "whisper", "gpt2")
 """Workloads of which every new peak of memory is printed with the function that ran, until all is decided."""
 
 STEPS = {
-    "tests": Step("-m pytest tests/gpu -q", 300, 480),
-    "ready": Step(f"ready.py sft-64 {CACHE}", 75, 120),
-    "ready-warm": Step(f"ready.py sft-64 {CACHE}", 50, 90),
+    "tests": Step("../tests/gpu/script.py", 300, 420),
+    "ready": Step(f"ready.py sft-64 {CACHE}", 75, 110),
+    "ready-warm": Step(f"ready.py sft-64 {CACHE}", 50, 80),
     "sft-60": Step(
         f"everyday.py sft-64 --arms loopwright --planned 60 --updates 40 {CACHE} --to FOLDER/sft-60-{TODAY}.json",
-        60, 120,
+        60, 100,
     ),
+    "evaluation": Step(f"evaluation.py --model bert --timeout 90 --json FOLDER/evaluation-bert-{TODAY}.json", 60, 150),
+    "t5": everyday("t5", "--arms loopwright --timeout 150", usual=110),
+    "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
     "sft-8": everyday("sft-8", f"{ALL_ARMS} {SLOW}", usual=220),
-    "alone": everyday("gpt2 vit convnext t5 custom", "--arms loopwright", usual=300),
     **{f"peaks-{task}": Step(f"ready.py {task} --updates 30", 45, 90) for task in PEAKS},
+    "alone": everyday("gpt2 vit convnext whisper custom", "--arms loopwright", usual=260),
+    "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
     "loops": everyday("sft-64 lora bert", f"{ALL_ARMS} {SLOW}", usual=440),
     "pairs": everyday("t5 whisper custom", f"{ALL_ARMS} {SLOW}", usual=400),
-    "evaluation": Step(f"evaluation.py --model bert --json FOLDER/evaluation-bert-{TODAY}.json", 60, 120),
-    "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
-    "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
     "rest": everyday("gpt2 vit convnext mlp", "", usual=300),
 }  # fmt: skip
+ENDED = "steps.json"
+"""How each step ended, in the folder."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Everything that has to be measured on a GPU.")
     parser.add_argument("--minutes", type=float, default=25.0, help="after which no step is running")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
-    parser.add_argument("--to", type=Path, default=HERE / "results", help="where logs and numbers go")
+    parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"also again: {', '.join(STEPS)}")
+    parser.add_argument("--to", type=Path, default=HERE.parent / "build" / "on_gpu", help="for logs and numbers")
+    parser.add_argument("--pack", type=Path, help="an archive of them, which is written again after each step")
     options = parser.parse_args()
     folder, end = options.to.resolve(), time.monotonic() + 60 * options.minutes
     folder.mkdir(parents=True, exist_ok=True)
-    for name in options.only:
+    file = folder / ENDED
+    ended = json.loads(file.read_text()) if file.exists() else {}
+    for name in options.only or [name for name in STEPS if name not in ended]:
         step, left = STEPS[name], end - time.monotonic()
         if left < step.usual:
             print(f"{name:12} left out: it usually takes {step.usual} s, and {left:.0f} s are left", flush=True)
             continue
         started = time.monotonic()
         code = run(step, folder, folder / f"{name}.log", min(step.longest, left))
-        print(f"{name:12} {code:9} after {time.monotonic() - started:.0f} s", flush=True)
+        ended[name] = f"{code} after {time.monotonic() - started:.0f} s"
+        print(f"{name:12} {ended[name]}", flush=True)
+        file.write_text(json.dumps(ended, indent=1) + "\n")
+        if options.pack is not None:
+            pack(folder, options.pack)
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the files of a folder into an archive, which is complete at any time."""
+    part = archive.with_name(f".{archive.name}")
+    with tarfile.open(part, "w:gz") as made:
+        for file in sorted(each for each in folder.iterdir() if each.is_file()):
+            made.add(file, file.name)
+    part.replace(archive)
 
 
 def run(step: Step, folder: Path, log: Path, seconds: float) -> str:
     """Run a step; returns how it ended."""
-    words = step.command.replace("FOLDER", str(folder)).split()
-    script = words if words[0] == "-m" else [str(HERE / words[0]), *words[1:]]
+    script, *words = step.command.replace("FOLDER", str(folder)).split()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent)])}
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, *script], cwd=HERE.parent, env=environment, stdout=stream, stderr=stream,
-            start_new_session=True,
+            [sys.executable, str(HERE / script), *words],
+            cwd=HERE.parent, env=environment, stdout=stream, stderr=stream, start_new_session=True,
         )  # fmt: skip
         try:
             code = process.wait(seconds)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -22,9 +23,7 @@ import on_gpu  # noqa: E402
 def test_a_step_calls_a_script_with_its_options(name: str) -> None:
     script, *words = on_gpu.STEPS[name].command.split()
     assert on_gpu.STEPS[name].usual < on_gpu.STEPS[name].longest
-    if script == "-m":
-        assert (BENCHMARKS.parent / words[1]).is_dir()
-    elif script == "everyday.py":
+    if script == "everyday.py":
         everyday.parser().parse_args(words)
     else:
         text = (BENCHMARKS / script).read_text()
@@ -44,6 +43,24 @@ def test_what_does_not_fit_is_left_out(
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--minutes", "0.1", "--to", str(tmp_path)])
     on_gpu.main()
     assert capsys.readouterr().out.count("left out") == len(on_gpu.STEPS) and not list(tmp_path.iterdir())
+
+
+def test_steps_that_have_ended_are_not_repeated_and_everything_is_in_one_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name, code in (("one", 0), ("two", 3)):
+        (tmp_path / f"{name}.py").write_text(f"import sys\nopen(sys.argv[1], 'a').write('{name}')\nsys.exit({code})\n")
+    steps = {name: on_gpu.Step(f"{tmp_path}/{name}.py FOLDER/{name}.json", 1, 60) for name in ("one", "two")}
+    monkeypatch.setattr(on_gpu, "STEPS", steps)
+    folder, archive = tmp_path / "folder", tmp_path / "all.tar.gz"
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--to", str(folder), "--pack", str(archive)])
+        on_gpu.main()
+    said = capsys.readouterr().out
+    assert said.count("done") == 1 and said.count("exit 3") == 1
+    with tarfile.open(archive) as packed:
+        assert packed.getnames() == ["one.json", "one.log", "steps.json", "two.json", "two.log"]
+        assert packed.extractfile("one.json").read() == b"one"  # type: ignore[union-attr]
 
 
 PARENT = """

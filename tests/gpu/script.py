@@ -1,14 +1,24 @@
-"""Running the tests of a file as a script, on machines that have a GPU and no pytest."""
+"""Running the tests of a file as a script, on machines that have a GPU and no pytest.
+
+This file itself runs those of all files, in one process: `python tests/gpu/script.py`.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
+
+HERE = Path(__file__).resolve().parent
+FIRST = ("test_speed_parts", "test_graphed_training", "test_output_layer_gpu", "test_evaluation_gpu", "test_pairs_gpu")
+"""The files that run first: time may end before the last."""
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -39,3 +49,24 @@ def run_tests(names: dict[str, Any]) -> int:
         gc.collect()
         torch.cuda.empty_cache()
     return failed
+
+
+def run_all() -> int:
+    """Run the tests of all files; returns how many failed. A file that cannot be imported is one failure."""
+    sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE.parents[1])]
+    os.environ.update({"HF_HUB_OFFLINE": "1", "LOOPWRIGHT_KEPT_PLANS": "off"})  # as under pytest
+    others = sorted({file.stem for file in HERE.glob("test_*.py")} - set(FIRST))
+    failed = 0
+    for name in (*FIRST, *others):
+        print(f"\n{name}", flush=True)
+        try:
+            failed += run_tests(vars(importlib.import_module(f"tests.gpu.{name}")))
+        except Exception:
+            failed += 1
+            print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}", flush=True)
+    print(f"\n{failed} failed", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(run_all(), 1))

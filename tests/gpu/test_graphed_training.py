@@ -211,6 +211,43 @@ def test_nobody_waits() -> None:
     assert graphs_of(trainer) == "on"
 
 
+class Stack(nn.Module):
+    """Equal blocks with large activations, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(8))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = x + layer(x)
+        return {"loss": (x.float().mean((1, 2)) - labels).square().mean()}
+
+
+def test_comparisons_take_about_the_memory_of_training_as_written() -> None:
+    """In the eighth update too, when there are graphs; they are recorded again after it."""
+    data = [{"x": torch.randn(128, 512), "labels": torch.zeros(())} for _ in range(256)]
+    peaks: list[float] = []
+    trainer: Any
+    for speed in ("off", "max"):
+        trainer = None  # its weights are not counted again
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        trainer, found, _ = train(Stack(), data, speed=speed, max_steps=12, per_device_train_batch_size=32)
+        peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+    chosen = trainer._loopwright.run.speed.plan
+    weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 2**20
+    say(
+        f"memory: {peaks[0]:,.0f} MiB as written, {peaks[1]:,.0f} with graphs {graphs_of(trainer)} and compiled "
+        f"{chosen.region or 'nothing'}; weights {weights:,.0f}; last loss {found[-1]:.4f}"
+    )
+    assert graphs_of(trainer) == "on" and chosen.region
+    assert peaks[1] <= peaks[0] + weights + 200  # cuBLAS has workspaces of 32 MiB for each stream
+
+
 def test_resuming() -> None:
     for deterministic in (False, True):
         folder = tempfile.mkdtemp()

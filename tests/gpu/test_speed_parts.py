@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
 from loopwright.speed.cuda_graphs.recorder import GraphedStep
-from loopwright.speed.device import fp8
+from loopwright.speed.device import fp8, fused_step
 from loopwright.speed.device.clipping import FoldedClip, cannot_fold
 from loopwright.speed.device.prefetch import Prefetch
 from tests.gpu.script import needs_gpu, run_tests
@@ -232,6 +232,44 @@ def test_time_of_folded_clipping() -> None:
         assert min(both[1::2]) < 1.05 * min(both[::2]), "folding costs more than it saves"
         del own, optimizer, fold, folded, plain
         gc.collect()
+
+
+# ---- the optimizer step ---------------------------------------------------------------------------------------------
+
+
+def two_groups(kind: Any, dtype: torch.dtype) -> tuple[list[nn.Parameter], Any]:
+    torch.manual_seed(0)
+    own = [nn.Parameter(torch.randn(size, device=GPU, dtype=dtype)) for size in ((512, 700), (33,), (), (65, 3, 4))]
+    groups = [{"params": own[:2], "weight_decay": 0.1}, {"params": own[2:], "weight_decay": 0.0}]
+    return own, kind(groups, lr=1e-2, fused=True)
+
+
+def test_a_step_with_fewer_calls_gives_the_same_bits() -> None:
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        for dtype in (torch.float32, torch.bfloat16):
+            (ours, mine), (theirs, plain) = (two_groups(kind, dtype) for _ in range(2))
+            assert fused_step._hooks(mine) is not None
+            for number in range(20):
+                torch.manual_seed(number)
+                for a, b in zip(ours, theirs, strict=True):
+                    a.grad = torch.randn_like(a)
+                    b.grad = a.grad.clone()
+                assert number == 0 or fused_step._calls(mine) is not None
+                fused_step.step_(mine)
+                plain.step()
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (kind, dtype)
+            states = zip(map(mine.state.get, ours), map(plain.state.get, theirs), strict=True)
+            assert all(torch.equal(a[name], b[name]) for a, b in states for name in b), (kind, dtype)
+            with nobody_waits():
+                fused_step.step_(mine)
+
+
+def test_time_of_a_step_with_fewer_calls() -> None:
+    own, optimizer = two_groups(torch.optim.AdamW, torch.float32)
+    for parameter in own:
+        parameter.grad = torch.randn_like(parameter)
+    both = [milliseconds(each, rounds=200) for each in (optimizer.step, lambda: fused_step.step_(optimizer)) * 2]
+    say(f"step: {1e3 * min(both[::2]):.0f} us by torch, {1e3 * min(both[1::2]):.0f} with fewer calls")
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------

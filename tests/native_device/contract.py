@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import loopwright
 from loopwright.pt import device_traits
+from loopwright.pt.kept_weights import KeptWeights
 from tests.models import CPU, Tokens, bert_classes, bert_tokens, gpt2, llama, made, pad, samples, t5
 from tests.native_device import device
 from tests.neuron.weighted import WeightedLossTrainer
@@ -256,6 +257,18 @@ def compiled_beforehand(folder: Path) -> None:
     ahead.train()
     same(ahead.model, plain.model)
     assert losses(ahead) == losses(plain)
+
+
+@case
+def weights_kept_on_the_host(folder: Path) -> None:
+    model = nn.Linear(3, 3).to(device.NAME)
+    before = model.weight.detach().cpu()
+    kept = KeptWeights([model], on_host=True)
+    assert [copy.device.type for _, copy in kept._copies] == ["cpu", "cpu"]
+    with torch.no_grad():
+        model.weight.mul_(2)
+    kept.restore()
+    assert torch.equal(model.weight.detach().cpu(), before)
 
 
 @case

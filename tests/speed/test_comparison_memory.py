@@ -12,18 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import loopwright.pt.kept_weights as kept_weights
 import loopwright.speed.planner.cost as cost
 import loopwright.speed.planner.regions as regions
 import loopwright.speed.proof.distance as distance
-from loopwright import Trainer, TrainingArguments
+from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.acceleration import Acceleration
+from loopwright.pt.kept_weights import KeptWeights
 from loopwright.pt.loss.probe import LossProbe
 from loopwright.speed.cuda_graphs.recorder import GraphedStep
+from loopwright.speed.fused_loss.cross_entropy import ALIGNED
+from loopwright.speed.output_layer import PaddedHead, output_head
+from loopwright.speed.planner.decision import SpeedPlan
+from loopwright.speed.planner.heads import HeadChoice
+from loopwright.speed.proof.audit import Verification
 from loopwright.speed.proof.distance import SINGLE, squared_norms
 from loopwright.speed.proof.gradients import GradientSum, share_equal
 from loopwright.speed.proof.prober import Candidate, Prober, Setting
 from loopwright.speed.proof.prover import Prover
+from loopwright.speed.proof.region import RegionProver
+from loopwright.speed.training_setup import TrainingSetup
+from loopwright.speed.widening import WidenedUse
 from tests.speed.live_bytes import LiveBytes
+from tests.speed.test_graphing import Recorder
 
 SMALL = 1 << 16
 """Bytes of what is neither activations nor gradients: losses, batches, numbers compared at a time."""
@@ -364,3 +375,181 @@ def test_the_whole_update_is_compared_without_the_gradients_of_a_few_samples(tmp
     assert found[0].before < 1.5 * weights
     # The gradients of the reference; and the sandbox of so small a model has a copy of its weights.
     assert most(found) <= most(written) + 2 * weights + SMALL
+
+
+# ---- later in training ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of compiled blocks, on a CPU, of a model that is too large for copies of its weights."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(regions, "COMPILING_DEVICES", ("cpu",))
+    monkeypatch.setattr(cost, "MARGIN", 0.0)
+    monkeypatch.setattr(Acceleration, "region_backend", "aot_eager")
+    monkeypatch.setattr(Acceleration, "graph_recorder", Recorder())
+    monkeypatch.setattr(kept_weights, "ON_HOST", 0)
+
+
+def highest(calls: list[Call]) -> int:
+    return max(call.before + call.added for call in calls)
+
+
+class Blocks(nn.Module):
+    """Equal blocks, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(2, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": (x.mean((1, 2)) - labels).square().mean()}
+
+
+@pytest.mark.usefixtures("_compiled_graphs")
+def test_a_later_comparison_takes_one_set_of_gradients_more(tmp_path: Any) -> None:
+    """Not also those in the memory of graphs, which are recorded again afterwards."""
+    data = [{"x": torch.randn(32, 2), "labels": torch.zeros(())} for _ in range(128)]
+    written = run(Blocks(), data, tmp_path / "off", Trainer, "training_step", speed="off")
+    found = run(Blocks(), data, tmp_path / "max", RegionProver, "prove", speed="max", max_steps=8)
+    assert len(found) == 2, "for the plan, and in the eighth update"
+    assert highest(found) <= highest(written) + bytes_of(Blocks()) + SMALL // 2
+
+
+@contextmanager
+def recomputing(setup: TrainingSetup) -> Iterator[None]:
+    """As on GPUs."""
+    undo = setup.recompute("full")
+    try:
+        yield
+    finally:
+        undo()
+
+
+@pytest.mark.usefixtures("_compiled_graphs")
+def test_an_update_as_written_is_compared_with_recomputed_activations(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(TrainingSetup, "sparing", recomputing)
+
+    def vit() -> Any:
+        torch.manual_seed(5)
+        config = transformers.ViTConfig(
+            hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, image_size=24,
+            patch_size=6, num_labels=5, hidden_dropout_prob=0.1,
+        )  # fmt: skip
+        return transformers.ViTForImageClassification(config)
+
+    written = run(vit(), images(), tmp_path / "off", Trainer, "training_step", speed="off")
+    model = vit()
+    found = run(model, images(), tmp_path / "max", Prober, "reference", speed="max", max_steps=2)
+    assert most(found) < 0.7 * most(written)
+    assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.usefixtures("_compiled_graphs")
+def test_running_statistics_are_not_updated_twice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Normed(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(32)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return super().forward(torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False), labels)
+
+    called: list[Any] = []
+    monkeypatch.setattr(TrainingSetup, "sparing", lambda setup: called.append(setup) or nullcontext())
+    data = [{"x": torch.randn(32, 2), "labels": torch.zeros(())} for _ in range(32)]
+    run(Normed(), data, tmp_path, RegionProver, "prove", speed="max", max_steps=1)
+    assert not called
+
+
+@pytest.mark.usefixtures("_compiled_graphs")
+def test_weights_are_kept_on_the_host_while_compiled_code_is_compared(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[bool] = []
+    make, run_once = KeptWeights.__init__, Prober._run
+
+    def noted(self: Any, modules: Any, *, on_host: bool = False) -> None:
+        places.append(on_host)
+        make(self, modules, on_host=on_host)
+
+    def with_places(self: Any, *given: Any) -> Any:
+        places.clear()
+        try:
+            return run_once(self, *given)
+        finally:
+            found.append(set(places))
+
+    found: list[set[bool]] = []
+    monkeypatch.setattr(KeptWeights, "__init__", noted)
+    monkeypatch.setattr(Prober, "_run", with_places)
+    data = [{"x": torch.randn(32, 2), "labels": torch.zeros(())} for _ in range(32)]
+    run(Blocks(), data, tmp_path, RegionProver, "prove", speed="max", max_steps=1)
+    assert found == [{True}, {True}], "as written and compiled"
+
+
+def whisper() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.WhisperConfig(
+        vocab_size=30, num_mel_bins=4, d_model=16, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=60,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def padded_targets(setup: TrainingSetup, batches: list[Any]) -> Any:
+    return WidenedUse(setup).prove(batches)
+
+
+def padded_classes(setup: TrainingSetup, batches: list[Any]) -> Any:
+    head = output_head(setup.model)
+    assert head is not None
+    return HeadChoice(setup)._proved(SpeedPlan(), PaddedHead(head), batches)
+
+
+def later_padded_classes(setup: TrainingSetup, batches: list[Any]) -> Any:
+    head = output_head(setup.model)
+    assert head is not None
+    verification = Verification(setup, SpeedPlan(), None, PaddedHead(head), tell=print)
+    return verification.prove(batches, None, None, covers=False)
+
+
+@pytest.mark.parametrize("compare", [padded_targets, padded_classes, later_padded_classes])
+def test_accelerations_of_whole_updates_are_compared_with_recomputed_activations(
+    compare: Callable[[TrainingSetup, list[Any]], Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALIGNED, "cpu", 8)
+    added: list[int] = []
+
+    class Comparing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            setup = trainer._loopwright.acceleration.training_setup()
+            trainer._loopwright.loss.learn_loss([batch])
+            for sparing in (lambda setup: nullcontext(), recomputing):
+                monkeypatch.setattr(TrainingSetup, "sparing", sparing)
+                gc.collect()
+                with LiveBytes([*model.parameters(), *batch.values()]) as live:
+                    assert compare(setup, [batch]).accepted
+                added.append(live.added)
+
+    rows = [{"input_features": torch.randn(4, 120), "labels": torch.randint(2, 30, (9,))} for _ in range(8)]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=8, max_steps=1, report_to="none", save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(whisper(), arguments, train_dataset=rows, callbacks=[Comparing()])
+    trainer.train()
+    as_written, spared = added
+    assert spared < 0.7 * as_written
+    assert not trainer.model.is_gradient_checkpointing

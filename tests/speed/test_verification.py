@@ -282,7 +282,7 @@ def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(
 
         return recompute
 
-    monkeypatch.setattr(Prover, "_sparing", sparing)  # as on GPUs
+    monkeypatch.setattr(Prover, "sparing", sparing)  # as on GPUs
     data = with_a_long_sample(3, per_update=12, updates=6)
     found = {}
     for speed in ("max", "off"):

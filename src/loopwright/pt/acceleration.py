@@ -291,8 +291,10 @@ class Acceleration(TorchPart):
     def _sandbox(self, *, is_compiled: bool = False) -> Iterator[None]:
         self.internals.is_probing = True  # logs of overrides here belong to no update
         written = nullcontext() if is_compiled else self.as_written()
+        # Compiled code is compared with whole updates as written, which take as much memory as training.
+        box = sandbox(self.model, self.trainer, spares_memory=is_compiled)
         try:
-            with self.run.ledger.during(PROVING), sandbox(self.model, self.trainer), written:
+            with self.run.ledger.during(PROVING), box, written:
                 yield
         finally:
             self.internals.is_probing = False

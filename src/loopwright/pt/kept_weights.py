@@ -19,10 +19,11 @@ FROZEN = 128_000_000
 class KeptWeights:
     """The weights of modules at one moment."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], *, on_host: bool = False) -> None:
+        """`on_host`: copies are in the memory of the host, which takes longer."""
         parameters = [] if is_sharded(modules) else [p for p in parameters_of(modules) if _has_data(p)]
         copied = _affordable(parameters)
-        self._copies = [(parameter, parameter.detach().clone()) for parameter in copied]
+        self._copies = [(p, p.detach().to("cpu" if on_host else p.device, copy=True)) for p in copied]
         known = set(map(id, copied))
         self._watched = [p for p in parameters if id(p) not in known and type(p) is nn.Parameter and p.numel()]
         self._first = _first_numbers(self._watched)

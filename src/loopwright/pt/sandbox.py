@@ -50,9 +50,9 @@ STATES = ("state", "control")
 
 
 @contextmanager
-def sandbox(model: nn.Module, trainer: Any = None) -> Iterator[Sandbox]:
-    """Restore model, trainer and random states after the block."""
-    box = Sandbox(model, trainer)
+def sandbox(model: nn.Module, trainer: Any = None, *, spares_memory: bool = False) -> Iterator[Sandbox]:
+    """Restore model, trainer and random states after the block; `spares_memory` keeps weights on the host."""
+    box = Sandbox(model, trainer, spares_memory=spares_memory)
     try:
         yield box
     finally:
@@ -66,7 +66,7 @@ def sandbox(model: nn.Module, trainer: Any = None) -> Iterator[Sandbox]:
 class Sandbox:
     """The state of a model, a trainer and all random states at one moment, which can be restored repeatedly."""
 
-    def __init__(self, model: nn.Module, trainer: Any = None) -> None:
+    def __init__(self, model: nn.Module, trainer: Any = None, *, spares_memory: bool = False) -> None:
         state = self._state = _State()
         own = state.keep_modules(model)
         if trainer is not None:
@@ -75,7 +75,7 @@ class Sandbox:
         self._modules = own + others
         self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
         self._grads = [(parameter, parameter.grad) for parameter in parameters_of(self._modules)]
-        self._weights = [KeptWeights(own), KeptWeights(others)]
+        self._weights = [KeptWeights(modules, on_host=spares_memory) for modules in (own, others)]
         self._lazy = self._stand_in_for_lazy_buffers()
         self._hide_gradients()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .proof.audit import is_turn
@@ -21,8 +22,10 @@ class ChangedBatches:
     why_off: str
     """The beginning of the message when a comparison fails in training."""
 
-    def __init__(self, setup: TrainingSetup, *, is_proved: bool = True) -> None:
-        self._setup = setup
+    def __init__(
+        self, setup: TrainingSetup, *, is_proved: bool = True, free_graphs: Callable[[], None] = lambda: None
+    ) -> None:
+        self._setup, self._free_graphs = setup, free_graphs
         self.must_prove = not is_proved
         self.too_often: str | None = None
         """Which change of the model was too frequent to compare an update after each."""
@@ -42,6 +45,7 @@ class ChangedBatches:
         if self.too_often is not None:
             return self.too_often
         if self.must_prove or is_turn(self._updates, is_small=False):
+            self._free_graphs()
             proof = self.prove(batches)
             if not proof.accepted and not (proof.has_no_reference and not self.must_prove):
                 return proof.reason
@@ -57,9 +61,10 @@ class ChangedBatches:
         if in_half:
             setting = setting._replace(around=setup.as_trained)
         try:
-            changed = [setup.to_device(batch) for batch in self.change(batches)]
-            reference = prober.reference(None, [setup.to_device(batch) for batch in batches], setting)
+            changed = self.change(batches)
+            with setup.sparing():
+                reference = prober.reference(None, [setup.to_device(batch) for batch in batches], setting)
         except (CannotChange, ProofRefused) as reason:
             return Proof(self.name, has_no_reference=True).refuse(str(reason))
-        reference.batches = changed
-        return prober.prove(Candidate.on_batches(self.name), reference, divided=False)
+        reference.batches = [setup.to_device(batch) for batch in changed]
+        return prober.prove(Candidate.on_batches(self.name, setup.sparing), reference, divided=False)

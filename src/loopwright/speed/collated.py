@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..core.update import Update
@@ -26,7 +27,16 @@ MOST_RECOMPILATIONS = 4
 class RegionUse:
     """Installs a region in the model until `finish`, and compares some updates."""
 
-    def __init__(self, setup: TrainingSetup, region: Region, plan: SpeedPlan, *, is_proved: bool) -> None:
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        region: Region,
+        plan: SpeedPlan,
+        *,
+        is_proved: bool,
+        free_graphs: Callable[[], None],
+    ) -> None:
+        self._free_graphs = free_graphs
         prepare = images_last if plan.channels_last else lambda batch: batch
         self._region, self._prover = region, RegionProver(setup, region, in_graph=plan.graphed, prepare=prepare)
         self.must_prove = not is_proved
@@ -53,6 +63,7 @@ class RegionUse:
             return f"it was compiled again {recompiled} times, because of {self._region.session.counter.reasons[-1]}"
         if not self.must_prove and not is_turn(self._updates, is_small=False):
             return None
+        self._free_graphs()
         proof = self._prover.prove(batches, name=REGION)
         if proof.has_no_reference and not self.must_prove:
             return None  # the loss of this update is not finite, for example
@@ -77,23 +88,33 @@ class RegionUse:
 class CollatedUse:
     """Applies the plan to the collator's batches: joins, pads, compiles; switches off what no longer agrees."""
 
-    def __init__(self, setup: TrainingSetup, plan: SpeedPlan, region: Region | None, *, is_proved: bool) -> None:
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        plan: SpeedPlan,
+        region: Region | None,
+        *,
+        is_proved: bool,
+        free_graphs: Callable[[], None],
+    ) -> None:
+        """`free_graphs` is called before an update is compared, which takes as much memory as training without them."""
         self._plan, self._changes = plan, 0
         self._made: tuple[list[Any], list[Any]] | None = None
         """The collator's micro-batches of the current update, and the changed ones; None if they are not changed."""
         self._changed: list[ChangedBatches] = []
+        options: dict[str, Any] = {"is_proved": is_proved, "free_graphs": free_graphs}
         if plan.joined > 1:
-            self._changed.append(JoinedUse(setup, plan.joined, is_proved=is_proved))
+            self._changed.append(JoinedUse(setup, plan.joined, **options))
         if plan.widened:
-            self._changed.append(WidenedUse(setup, is_proved=is_proved))
-        self.region = None if region is None else RegionUse(setup, region, plan, is_proved=is_proved)
+            self._changed.append(WidenedUse(setup, **options))
+        self.region = None if region is None else RegionUse(setup, region, plan, **options)
 
     @classmethod
-    def of(cls, setup: TrainingSetup, plan: SpeedPlan, region: Region | None, *, is_proved: bool) -> CollatedUse | None:
+    def of(cls, setup: TrainingSetup, plan: SpeedPlan, region: Region | None, **options: Any) -> CollatedUse | None:
         """For this plan, with the region that was proved for it or a new one; None if the plan changes nothing here."""
         if plan.region and region is None:
             region = setup.region()
-        use = cls(setup, plan, region, is_proved=is_proved)
+        use = cls(setup, plan, region, **options)
         return use if use.is_used else None
 
     def arrange(self, update: Update) -> str | None:

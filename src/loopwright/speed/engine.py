@@ -151,8 +151,7 @@ class SpeedEngine:
     def _report_collated(self, reason: str) -> None:
         """Report that a part of the plan for the collator's batches was switched off."""
         self._tell(f"speed: {reason}")
-        if self._graphed is not None:
-            self._graphed.look_again()
+        self._free_graphs()
         if self._collated is not None and not self._collated.is_used:
             self._collated = None
         self._update_activity()
@@ -253,6 +252,11 @@ class SpeedEngine:
         if self._changes > MOST_CHANGES:
             self._graphed.give_up(f"{change} changes during training")
         else:
+            self._graphed.look_again()
+
+    def _free_graphs(self) -> None:
+        """Discard the graphs, with the gradients and batches in their memory; they are recorded again when needed."""
+        if self._graphed is not None:
             self._graphed.look_again()
 
     def _put_back(self, update: Update) -> None:
@@ -379,7 +383,9 @@ class SpeedEngine:
                 self._graphed.take_rows(layout.for_model)
             elif self.plan.channels_last:
                 self._graphed.take_images(images_last)
-        self._collated = CollatedUse.of(self._setup, self.plan, proved, is_proved=not is_saved)
+        self._collated = CollatedUse.of(
+            self._setup, self.plan, proved, is_proved=not is_saved, free_graphs=self._free_graphs
+        )
         if self._collated is not None:
             self._undo.append(self._collated.finish)
         self._update_activity()

@@ -134,8 +134,8 @@ class JoinedUse(ChangedBatches):
     name = JOINED
     why_off = "micro-batches are no longer joined"
 
-    def __init__(self, setup: TrainingSetup, count: int, *, is_proved: bool = True) -> None:
-        super().__init__(setup, is_proved=is_proved)
+    def __init__(self, setup: TrainingSetup, count: int, **options: Any) -> None:
+        super().__init__(setup, **options)
         self.count = count
 
     def change(self, batches: list[Any]) -> list[Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,20 @@ class TrainingSetup:
     def on_gpu(self) -> bool:
         is_other: bool = self.device.type != "cpu"
         return is_other
+
+    @contextmanager
+    def sparing(self) -> Iterator[None]:
+        """Recompute whole blocks on GPUs, if the model supports that and training does not do it already.
+
+        A comparison computes what training does not: the update as written, without compiled code, or in wider batches.
+        """
+        is_possible = self.on_gpu and "full" in self.policies and not self.recomputes
+        undo = self.recompute("full") if is_possible else None
+        try:
+            yield
+        finally:
+            if undo is not None:
+                undo()
 
     @property
     def modules(self) -> int:

@@ -102,8 +102,8 @@ class WidenedUse(ChangedBatches):
     name = WIDENED
     why_off = "targets are no longer padded to a few widths"
 
-    def __init__(self, setup: TrainingSetup, *, is_proved: bool = True) -> None:
-        super().__init__(setup, is_proved=is_proved)
+    def __init__(self, setup: TrainingSetup, **options: Any) -> None:
+        super().__init__(setup, **options)
         self._most = most_positions(setup.model)
 
     def change(self, batches: list[Any]) -> list[Any]:

@@ -80,10 +80,11 @@ class HeadChoice:
         """Compare loss, gradients and state of the update, in the precision of training on GPUs."""
         prover = self._prover
         try:
-            self._reference = self._reference or prover.update(None, batches)
+            self._reference = self._reference or prover.update(None, batches, sparing=plan)
         except ProofRefused as reason:
             return Proof(head.name, has_no_reference=True).refuse(str(reason))
-        return prover.prove_update(prover.candidate(head.name, plan, None, head), self._reference)
+        candidate = prover.candidate(head.name, plan, None, head, more=prover.sparing(plan))
+        return prover.prove_update(candidate, self._reference)
 
     def _note(self, plan: SpeedPlan, name: str, proof: Proof, what: str) -> None:
         if proof.accepted:

@@ -112,11 +112,13 @@ class Verification:
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
         """Compare a whole update with the normal path; with `covers`, inputs that agree are covered from now on."""
         prover, plan = self._prover(), self._plan
+        spared = plan if samples is None else None  # a layout is compared as it is used
         try:
-            reference = prover.update(samples, batches, repeats=covers)
+            reference = prover.update(samples, batches, repeats=covers, sparing=spared)
         except ProofRefused as reason:
             return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
-        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
+        more = prover.sparing(plan) if spared is not None else lambda stack: None
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits, more=more)
         proof = prover.prove_update(candidate, reference)
         if proof.accepted and covers and self._layout is not None and samples is not None:
             assert limits is not None

@@ -79,7 +79,7 @@ class Prover:
                 on_device = [self._setup.to_device(batch) for batch in batches]
                 with ExitStack() as stack:
                     if sparing is not None:
-                        self._sparing(sparing)(stack)
+                        self.sparing(sparing)(stack)
                     return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
             except ProofRefused as refusal:
                 if not refusal.ran_out or samples is None or parts >= len(samples):
@@ -153,7 +153,7 @@ class Prover:
         row = seen.row
         most = min(2 * row, limits.budget) if self._setup.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
-        together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self._sparing(plan))
+        together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self.sparing(plan))
         if row and (most <= row or self.prove_longer_rows(together, reference, most)):
             seen.row = max(row, most)
         reference.outcome.gradient = []  # compared for the last time: lengths have a reference of their own
@@ -167,11 +167,10 @@ class Prover:
         laid = layout.lay(samples, limits, shifts=self._setup.shifts(), fill=plan.fill)
         return Seen.of(samples, row=longest_row(laid.batches) if plan.layout in ONE_ROW else 0)
 
-    def _sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
+    def sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
         """Recomputes whole blocks on GPUs: what is not laid out, or not compiled, would need more than training."""
-        setup = self._setup
-        is_possible = setup.on_gpu and "full" in setup.policies and plan.activations == "none" and not setup.recomputes
-        return lambda stack: stack.callback(setup.recompute("full")) if is_possible else None
+        spares = plan.activations == "none"
+        return lambda stack: stack.enter_context(self._setup.sparing()) if spares else None
 
     def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
         """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,14 +60,14 @@ class RegionProver:
     def prove(self, batches: Sequence[Any], *, name: str) -> Proof:
         """Compare loss, gradients and state of an update; new shapes are compiled."""
         setup, region = self._setup, self._region
-        given = [setup.to_device(batch) for batch in batches]
-        reduced = [self._prepare(setup.to_device(region_inputs(batch, region))) for batch in batches]
         try:
-            with any_wait_is_fine(), region.installed(False):
+            with any_wait_is_fine(), region.installed(False), self._sparing():
+                given = [setup.to_device(batch) for batch in batches]
                 reference = self._prober.reference(None, given, self._setting, repeats=False)
         except ProofRefused as reason:
             return Proof(name, has_no_reference=True).refuse(str(reason))
-        reference.batches = reduced
+        del given
+        reference.batches = [self._prepare(setup.to_device(region_inputs(batch, region))) for batch in batches]
         candidate = Candidate.on_batches(name, region.installed)
         times = region.times
         with any_wait_is_fine(), region.open():
@@ -75,6 +75,12 @@ class RegionProver:
         if proof.accepted and region.times == times:
             proof.refuse("the inputs of the compiled modules are not plain tensors")
         return proof
+
+    def _sparing(self) -> AbstractContextManager[None]:
+        """Recomputes activations of the update as written, unless that would update running statistics twice."""
+        modules = self._setup.model.modules()
+        is_normed = any(getattr(module, "track_running_stats", False) for module in modules)
+        return nullcontext() if is_normed else self._setup.sparing()
 
     def seconds(self, batches: Sequence[Any], *, with_region: bool, around: Callable[[], Any] = nullcontext) -> float:
         """Seconds of forward and backward of the first micro-batch, measured."""
