@@ -7,7 +7,7 @@ import hashlib
 import operator
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
 
@@ -35,6 +35,8 @@ LIBRARIES = ("torch", "transformers", "loopwright", "numpy", "peft", "builtins")
 _FORWARD = operator.attrgetter(FORWARD)
 _GRADIENTS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 AROUND = "the optimizer, the loss, the accumulation or the parameters"
+BUFFER = "a buffer"
+GRADIENT = "requires_grad of "
 ATTENTION = "_attn_implementation_internal"
 
 
@@ -134,7 +136,7 @@ class ModelStamp:
         known = self._known
         self._take()
         found += [key for key in {**known, **self._known} if _differ(known, self._known, key)]
-        return found or (["a buffer"] if self._read[-1] != before[-1] else [])
+        return found or ([BUFFER] if self._read[-1] != before[-1] else [])
 
     def _named(self) -> dict[str, Any]:
         """All compared values that have a name, by name."""
@@ -155,8 +157,13 @@ class ModelStamp:
         for kind, function in zip(self._classes, functions, strict=True):
             found[f"{kind.__module__}.{kind.__qualname__}.{FORWARD}"] = id(function)
         found["hooks"] = [id(hook) for hooks in self._hook_dicts for hook in hooks.values() if is_foreign(hook)]
-        found.update((f"requires_grad of {name}", each.requires_grad) for name, each in self._parameters)
+        found.update((f"{GRADIENT}{name}", each.requires_grad) for name, each in self._parameters)
         return found
+
+
+def besides(changes: Iterable[str], harmless: Collection[str]) -> list[str]:
+    """The changes that a stamp has found, without these and without those of `requires_grad`."""
+    return [each for each in changes if each not in harmless and not each.startswith(GRADIENT)]
 
 
 def _held_by(name: str, place: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
