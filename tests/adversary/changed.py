@@ -291,6 +291,18 @@ case("another stage in a callback", CAUSE, lambda: made(TwoStages), by_the_time,
      written=written_by_the_time)  # fmt: skip
 
 
+def of_the_class() -> nn.Module:
+    return made(type("OfTheClass", (TwoStages,), {}))
+
+
+def next_stage_of_the_class(owner: Any, number: int) -> None:
+    type(owner.model).training_stage = 2 if number >= 2 else 1
+
+
+case("another stage on the class in a callback", CAUSE, of_the_class, by_the_time, act=next_stage_of_the_class,
+     written=written_by_the_time)  # fmt: skip
+
+
 # ---- hooks ----------------------------------------------------------------------------------------------------------
 
 

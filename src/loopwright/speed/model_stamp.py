@@ -89,6 +89,7 @@ class ModelStamp:
         numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
         numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
         self._held = [held for name, place in self._modules for held in _held_by(name, place)]
+        self._held += _set_on_classes(self._classes)
         numbers += [(place, key) for _, place in self._held for key, _ in _plain_in(place)]
         self._numbers = ([place for place, _ in numbers], [key for _, key in numbers])
         held = [place for _, place in self._held]
@@ -173,6 +174,13 @@ def _held_by(name: str, place: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _containers(f"{name}.{key}".lstrip("."), value)
 
 
+def _set_on_classes(classes: Iterable[type]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What classes of the user hold, by name; those of libraries are not changed."""
+    for kind in dict.fromkeys(each for one in classes for each in one.__mro__):
+        if kind.__module__.partition(".")[0] not in LIBRARIES:
+            yield f"{kind.__module__}.{kind.__qualname__}", vars(kind)
+
+
 def _containers(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     if depth < DEEPEST and isinstance(value, (dict, list, tuple)):
         yield name, value
@@ -181,7 +189,7 @@ def _containers(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, An
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    return list(islice(value.items() if isinstance(value, dict) else enumerate(value), FEW))
+    return list(islice(value.items() if isinstance(value, Mapping) else enumerate(value), FEW))
 
 
 def _plain_in(value: Any) -> list[tuple[Any, Any]]:
