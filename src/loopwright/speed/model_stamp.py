@@ -177,7 +177,7 @@ def _held_by(name: str, place: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _set_on_classes(classes: Iterable[type]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """What classes of the user hold, by name; those of libraries are not changed."""
     for kind in dict.fromkeys(each for one in classes for each in one.__mro__):
-        if kind.__module__.partition(".")[0] not in LIBRARIES:
+        if str(kind.__module__).partition(".")[0] not in LIBRARIES:
             yield f"{kind.__module__}.{kind.__qualname__}", vars(kind)
 
 
