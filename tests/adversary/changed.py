@@ -272,6 +272,37 @@ case("another mean in a callback", CAUSE, lambda: made(TwoLosses), by_the_time, 
      written=written_by_the_time)  # fmt: skip
 
 
+class TwoStages(Around):
+    """The same by a number whose name begins like that of the mode."""
+
+    training_stage = 1
+
+    def result(self, logits: Tensor, labels: Any) -> Any:
+        if labels is None or self.training_stage == 1:
+            return super().result(logits, labels)
+        return {"loss": per_sequence(logits, labels).mean(), "logits": logits}
+
+
+def next_stage(owner: Any, number: int) -> None:
+    owner.model.training_stage = 2 if number >= 2 else 1
+
+
+case("another stage in a callback", CAUSE, lambda: made(TwoStages), by_the_time, act=next_stage,
+     written=written_by_the_time)  # fmt: skip
+
+
+def of_the_class() -> nn.Module:
+    return made(type("OfTheClass", (TwoStages,), {}))
+
+
+def next_stage_of_the_class(owner: Any, number: int) -> None:
+    type(owner.model).training_stage = 2 if number >= 2 else 1
+
+
+case("another stage on the class in a callback", CAUSE, of_the_class, by_the_time, act=next_stage_of_the_class,
+     written=written_by_the_time)  # fmt: skip
+
+
 # ---- hooks ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -575,7 +576,17 @@ def coupled(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch:
     return total / items + 0.1 * logits[:, 0].std(0, False).mean()
 
 
-@pytest.mark.parametrize("way", ["registered by its kind", "in the place of the library's", "assigned to the model"])
+def without_module(function: types.FunctionType) -> types.FunctionType:
+    """The same function as generated code has it: of no module."""
+    made = types.FunctionType(function.__code__, function.__globals__, "made", function.__defaults__)
+    made.__module__ = None  # type: ignore[assignment]
+    return made
+
+
+WAYS = ("registered by its kind", "in the place of the library's", "assigned to the model", "of generated code")
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_loss_given_to_a_model_of_transformers_is_tested(
     way: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -586,7 +597,8 @@ def test_a_loss_given_to_a_model_of_transformers_is_tested(
         model.loss_function = coupled
     else:
         model.loss_type = "Coupled" if way.startswith("registered") else "ForCausalLM"
-        monkeypatch.setitem(LOSS_MAPPING, model.loss_type, coupled)
+        given = without_module(coupled) if way == "of generated code" else coupled  # type: ignore[arg-type]
+        monkeypatch.setitem(LOSS_MAPPING, model.loss_type, given)
     trainer = trainer_of(model, samples((9, 4, 14, 6)), tmp_path, max_steps=1, per_device_train_batch_size=2,
                          gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -452,3 +454,23 @@ def test_out_of_memory_makes_pieces_smaller(
     monkeypatch.setattr("loopwright.speed.evaluation.engine.EvaluationEngine._agrees_again", lambda *args: True)
     assert_alike(trainer.predict(data).predictions, plain.predictions)
     assert any(chosen(trainer).values()), reason(trainer)
+
+
+def test_the_models_of_earlier_runs_are_not_kept(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def model_init() -> nn.Module:
+        model = Odd("")
+        made.append(weakref.ref(model))
+        return model
+
+    data = samples(8, "class")
+    args = TrainingArguments(
+        str(tmp_path), speed="max", max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    trainer = Trainer(model_init=model_init, args=args, train_dataset=data, eval_dataset=data, data_collator=collate)
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+    gc.collect()
+    assert len(made) == 3 and [model() is None for model in made] == [True, True, False]

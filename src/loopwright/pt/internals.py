@@ -232,6 +232,7 @@ class TorchInternals(Internals):
         self.callback_handler.context["model"] = model
         self.run.accounting = self.loss.make_accounting()
         self.loss.bind_overrides()
+        self.fast_evaluation.forget()
 
     def _make_label_smoother(self, model: nn.Module) -> LabelSmoother | None:
         """The label smoother, if one is requested and the model's labels are class numbers."""

@@ -7,7 +7,7 @@ import hashlib
 import operator
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
 
@@ -35,6 +35,8 @@ LIBRARIES = ("torch", "transformers", "loopwright", "numpy", "peft", "builtins")
 _FORWARD = operator.attrgetter(FORWARD)
 _GRADIENTS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 AROUND = "the optimizer, the loss, the accumulation or the parameters"
+BUFFER = "a buffer"
+GRADIENT = "requires_grad of "
 ATTENTION = "_attn_implementation_internal"
 
 
@@ -87,6 +89,7 @@ class ModelStamp:
         numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
         numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
         self._held = [held for name, place in self._modules for held in _held_by(name, place)]
+        self._held += _set_on_classes(self._classes)
         numbers += [(place, key) for _, place in self._held for key, _ in _plain_in(place)]
         self._numbers = ([place for place, _ in numbers], [key for _, key in numbers])
         held = [place for _, place in self._held]
@@ -134,7 +137,7 @@ class ModelStamp:
         known = self._known
         self._take()
         found += [key for key in {**known, **self._known} if _differ(known, self._known, key)]
-        return found or (["a buffer"] if self._read[-1] != before[-1] else [])
+        return found or ([BUFFER] if self._read[-1] != before[-1] else [])
 
     def _named(self) -> dict[str, Any]:
         """All compared values that have a name, by name."""
@@ -155,8 +158,13 @@ class ModelStamp:
         for kind, function in zip(self._classes, functions, strict=True):
             found[f"{kind.__module__}.{kind.__qualname__}.{FORWARD}"] = id(function)
         found["hooks"] = [id(hook) for hooks in self._hook_dicts for hook in hooks.values() if is_foreign(hook)]
-        found.update((f"requires_grad of {name}", each.requires_grad) for name, each in self._parameters)
+        found.update((f"{GRADIENT}{name}", each.requires_grad) for name, each in self._parameters)
         return found
+
+
+def besides(changes: Iterable[str], harmless: Collection[str]) -> list[str]:
+    """The changes that a stamp has found, without these and without those of `requires_grad`."""
+    return [each for each in changes if each not in harmless and not each.startswith(GRADIENT)]
 
 
 def _held_by(name: str, place: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -164,6 +172,13 @@ def _held_by(name: str, place: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in place.items():
         if key not in OF_MODULES and plain(value) is ...:
             yield from _containers(f"{name}.{key}".lstrip("."), value)
+
+
+def _set_on_classes(classes: Iterable[type]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What classes of the user hold, by name; those of libraries are not changed."""
+    for kind in dict.fromkeys(each for one in classes for each in one.__mro__):
+        if str(kind.__module__).partition(".")[0] not in LIBRARIES:
+            yield f"{kind.__module__}.{kind.__qualname__}", vars(kind)
 
 
 def _containers(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -174,7 +189,7 @@ def _containers(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, An
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    return list(islice(value.items() if isinstance(value, dict) else enumerate(value), FEW))
+    return list(islice(value.items() if isinstance(value, Mapping) else enumerate(value), FEW))
 
 
 def _plain_in(value: Any) -> list[tuple[Any, Any]]:

@@ -18,4 +18,4 @@ def users_loss_of(model: nn.Module) -> Any:
         return assigned
     functions = getattr(sys.modules.get("transformers.loss.loss_utils"), "LOSS_MAPPING", {})
     found = functions.get(getattr(model, "loss_type", None), functions.get(DEFAULT))
-    return None if getattr(found, "__module__", "").startswith("transformers.") else found
+    return None if str(getattr(found, "__module__", "")).startswith("transformers.") else found

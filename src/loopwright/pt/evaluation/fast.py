@@ -78,6 +78,10 @@ class FastEvaluation(TorchPart):
         is_read = plan.keeps_predictions and plan.host_every == 1 and not plan.per_batch_metrics
         return is_read and self.is_alone and copies_while_computing(self.device)
 
+    def forget(self) -> None:
+        """Drop all plans, and with them the model they were made for."""
+        self._engines.clear()
+
     def choices(self) -> list[tuple[str, bool, str]]:
         """The rows of the speed report about evaluations."""
         if self._kept_reason is not None:

@@ -16,7 +16,7 @@ from ...core.shutdown.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.engine import SpeedEngine
 from ...speed.memory.out_of_memory import is_out_of_memory
-from ...speed.model_stamp import AROUND, ModelStamp
+from ...speed.model_stamp import AROUND, ModelStamp, besides
 from ...speed.planner.decision import COLLATED
 from ..data.columns import innermost
 from .accounting import divide_by_count
@@ -29,8 +29,8 @@ from .saved_parts import PARTS
 from .splitter import BatchSplitter, CannotSplit
 from .targets import USES_ITEMS, LossKind, check_has_gradient, count_samples
 
-HARMLESS = ("requires_grad", "hooks", "training", AROUND)
-"""Changes of a model that do not affect the denominator of its loss."""
+HARMLESS = ("hooks", "training", AROUND)
+"""Changes of a model that do not affect the denominator of its loss, besides those of `requires_grad`."""
 
 
 class TorchLoss(LossCalls):
@@ -222,10 +222,11 @@ class TorchLoss(LossCalls):
         changes = self.run.stamp.changes() if self.run.stamp is not None else []
         if not changes:
             return
-        if self.is_alone and not self.run.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
+        may_matter = bool(besides(changes, HARMLESS))
+        if self.is_alone and not self.run.accounting.is_claimed and may_matter:
             self._check_loss_again(made, after_change=True)
             self.count_update(update)
-        elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
+        elif not self.is_alone and may_matter:
             self.notices.warn_once(
                 f"{changes[0]} was changed during training. With several ranks the denominator of the loss is not "
                 "determined again; micro-batches keep their weights"

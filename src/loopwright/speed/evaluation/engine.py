@@ -15,7 +15,7 @@ from ..layouts.reading import SampleReader
 from ..layouts.rows import Limits, longest_row, padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for
-from ..model_stamp import ModelStamp
+from ..model_stamp import BUFFER, ModelStamp, besides
 from ..output_layer import ReplacedHead
 from ..planner.decision import (
     COLLATED,
@@ -42,8 +42,9 @@ WORTH_SECONDS = 1.0
 """Estimated seconds of computing from which an evaluation on a GPU is worth a proof."""
 LOOKS = 4
 """Windows inspected before a reason not to lay them out is final."""
-HARMLESS = ("requires_grad", "training", "a buffer")
-"""Changes of a model between evaluations after which a plan is kept: training makes them too."""
+HARMLESS = ("training", BUFFER)
+"""Changes of a model between evaluations after which a plan is kept, besides `requires_grad`: training makes them too.
+"""
 MOST_PROOFS = 16
 """How many windows may be proved again because their inputs are new."""
 
@@ -87,8 +88,7 @@ class EvaluationEngine:
     def begin(self) -> None:
         """Start an evaluation: its first window is compared both ways, since the model may have changed."""
         self._windows = self._looks = 0
-        changes = [each for each in self._stamp.changes() if not each.startswith(HARMLESS)]
-        if changes and self.is_decided:
+        if besides(self._stamp.changes(), HARMLESS) and self.is_decided:
             self._forget()
         self._must_compare = self.is_decided
 

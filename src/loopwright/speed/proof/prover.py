@@ -284,7 +284,7 @@ def knows_count(setup: TrainingSetup) -> bool:
         model = model.get_base_model()
     if setup.why_only_grouped is not None or "forward" in vars(model) or users_loss_of(model) is not None:
         return False
-    return bool(type(model).forward.__module__.startswith("transformers."))
+    return str(type(model).forward.__module__).startswith("transformers.")
 
 
 _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
