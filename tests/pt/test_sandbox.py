@@ -490,6 +490,15 @@ def test_arrays_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [float(each[0]) for each in trainer.data] == [0, 0, 1, 0]
 
 
+def test_the_data_is_not_copied_where_a_loss_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopwright.pt.kept_state.MOST_IN_ALL", 2)
+    data, center = [np.zeros(2)], np.zeros(2)
+    trainer = SimpleNamespace(train_dataset=data, compute_loss_func=lambda: (data, center))
+    with sandbox(nn.Linear(1, 1), trainer):
+        center += 1
+    assert not center.any()
+
+
 def test_a_source_of_data_on_the_trainer_is_seen() -> None:
     trainer = SimpleNamespace(count=itertools.count(), batches=iter([1]), train_dataset=iter([1]))
     assert first_iterator(trainer) is None

@@ -116,7 +116,7 @@ class KeptState:
 
     def keep_trainer(self, trainer: Any) -> None:
         """Record a trainer and its loss functions."""
-        self.leave_out(getattr(trainer, name, None) for name in ("optimizer", "lr_scheduler"))
+        self.leave_out(vars(trainer).get(name) for name in NOT_STATE)  # a loss may refer to the data, too
         with self.of_users_only():
             self.keep_attributes(trainer)
             for function in _loss_functions(trainer):
@@ -302,7 +302,7 @@ def first_iterator(trainer: Any) -> str | None:
 def iterator_of_loss(trainer: Any) -> str | None:
     """The kind of an iterator that the loss functions of a trainer use, if its items could not be restored."""
     state = KeptState(copies=False)
-    state.leave_out([trainer])
+    state.leave_out([trainer, *(vars(trainer).get(name) for name in NOT_STATE)])
     with state.of_users_only():
         for function in _loss_functions(trainer):
             state.keep(function)
