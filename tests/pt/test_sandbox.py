@@ -514,6 +514,26 @@ def test_an_iterator_that_a_loss_function_uses_is_seen() -> None:
     assert iterator_of_loss(trainer) is None
 
 
+class Endless:
+    """Batches of a source without end; not an iterator itself."""
+
+    def __init__(self) -> None:
+        self.batches = (i for i in range(3))
+
+
+class DrawsFromOne(SimpleNamespace):
+    def compute_loss(self) -> Any:
+        return self.unlabeled_batch()
+
+    def unlabeled_batch(self) -> Any:
+        return next(self.unlabeled.batches)
+
+
+def test_an_iterator_in_an_object_that_the_loss_uses_is_seen() -> None:
+    assert iterator_of_loss(DrawsFromOne(unlabeled=Endless())) == "generator"
+    assert iterator_of_loss(DrawsFromOne(unlabeled=None, of_an_evaluation=Endless())) is None
+
+
 def test_a_model_of_many_modules_is_kept_quickly() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)) for _ in range(300)))
     started = time.perf_counter()

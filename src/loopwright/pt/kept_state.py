@@ -301,12 +301,24 @@ def first_iterator(trainer: Any) -> str | None:
 
 def iterator_of_loss(trainer: Any) -> str | None:
     """The kind of an iterator that the loss functions of a trainer use, if its items could not be restored."""
-    state = KeptState(copies=False)
+    state, functions = KeptState(copies=False), _loss_functions(trainer)
     state.leave_out([trainer, *(vars(trainer).get(name) for name in NOT_STATE)])
     with state.of_users_only():
-        for function in _loss_functions(trainer):
-            state.keep(function)
+        for each in [*functions, *(vars(trainer).get(name) for name in _names_used(functions, type(trainer)))]:
+            state.keep(each)
     return type(state.iterators[0]).__name__ if state.iterators else None
+
+
+def _names_used(functions: Iterable[Any], kind: type) -> list[str]:
+    """The names in the code of functions, and of the user's methods of this class that they name."""
+    names: set[str] = set()
+    left = [function for function in functions if isinstance(function, FunctionType)]
+    while left:
+        new = names_in(left.pop()) - names
+        names |= new
+        named = (getattr(kind, name, None) for name in new)
+        left += [each for each in named if isinstance(each, FunctionType) and is_users_code(each)]
+    return sorted(names)
 
 
 def is_consumed(value: Any) -> bool:
