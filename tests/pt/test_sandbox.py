@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -512,6 +512,10 @@ def test_an_iterator_that_a_loss_function_uses_is_seen() -> None:
     assert iterator_of_loss(trainer) == "generator"
     trainer.compute_loss_func = lambda: next(iter([1]))
     assert iterator_of_loss(trainer) is None
+    trainer.compute_loss = partial(lambda batches: next(batches), source)
+    assert iterator_of_loss(trainer) == "generator"
+    made = type("OfAClass", (SimpleNamespace,), {"compute_loss": partialmethod(lambda self, held: next(held), source)})
+    assert iterator_of_loss(made()) == "generator"
 
 
 class Endless:

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from types import CellType, FunctionType, MemberDescriptorType as Slot, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas",
 """Packages whose objects hold no state that a loss changes, except for STEPPED."""
 STEPPED = (Optimizer, LRScheduler)
 """Objects of torch that a loss with weights of its own changes, such as that of a discriminator."""
-FUNCTIONS = (FunctionType, MethodType, CellType, partial, staticmethod, classmethod, property)
+FUNCTIONS = (FunctionType, MethodType, CellType, partial, partialmethod, staticmethod, classmethod, property)
 NOT_STATE = frozenset(
     {
         "_loopwright", "accelerator", "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler",
@@ -247,7 +247,7 @@ class KeptState:
             return
         if isinstance(value, FunctionType):
             parts = self._parts_of_function(value, depth)
-        elif isinstance(value, partial):
+        elif isinstance(value, (partial, partialmethod)):
             parts = (value.func, value.args, value.keywords)
         elif isinstance(value, MethodType):
             parts = (value.__func__, value.__self__)
@@ -331,10 +331,8 @@ def is_consumed(value: Any) -> bool:
 def _loss_functions(trainer: Any) -> list[Any]:
     """The user's functions that compute a loss."""
     found = [getattr(trainer, "compute_loss_func", None), users_loss_of(innermost(getattr(trainer, "model", None)))]
-    for cls in type(trainer).__mro__:
-        function = vars(cls).get("compute_loss")
-        if isinstance(function, FunctionType) and not cls.__module__.startswith("loopwright."):
-            found.append(function)
+    users = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("loopwright.")]
+    found += [vars(each).get("compute_loss") for each in (trainer, *users)]
     return [function for function in found if function is not None]
 
 
