@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..speed.users_loss import users_loss_of
 from .data.columns import innermost
 from .devices import is_lazy
-from .kept_weights import is_sharded
+from .kept_weights import is_sharded, parameters_of
 from .refilling import Undo, copied, random_stream, refilling
 from .shared_state import is_users_code, is_users_module, may_have_state, names_in, restoring_class, restoring_globals
 
@@ -138,10 +138,11 @@ class KeptState:
             return []
         new = [module for module in root.modules() if id(module) not in self._recorded]
         self._recorded.update(map(id, new))
-        for module in new:
-            self.leave_out((*module._buffers.values(), *module._parameters.values()))
+        self.leave_out(buffer for module in new for buffer in module._buffers.values())
         if is_sharded(new):  # FSDP swaps full and sharded parameters itself
             self.leave_out(module._parameters for module in new)
+        else:
+            self.leave_out(parameters_of(new))
         for module in new:
             self.keep_attributes(module)
         return new
