@@ -180,6 +180,7 @@ class Global(loopwright.Trainer):
         SEEN.seen.append(torch.ones(1))
         type(self).calls += 1
         self.state.calls = getattr(self.state, "calls", 0) + 1
+        self.state.log_history.append({"calls": self.state.calls})
         self.control.calls = getattr(self.control, "calls", 0) + 1
         return super().compute_loss(model, inputs, **kwargs)
 
@@ -203,6 +204,7 @@ def test_global_objects_are_used_by_training_only(tmp_path: Any) -> None:
     for _ in range(6):
         torch.rand(1, generator=same)
     assert torch.equal(DRAWN.get_state(), same.get_state())
+    assert [row["calls"] for row in trainer.state.log_history if "calls" in row] == [1, 2, 3, 4, 5, 6]
     assert SEEN.count == len(SEEN.seen) == Below.calls == trainer.state.calls == trainer.control.calls == 6
 
 

@@ -47,7 +47,7 @@ NOT_STATE = frozenset(
 )  # fmt: skip
 """Attributes of a trainer whose contents no loss changes, or that are large."""
 STATES = ("state", "control")
-"""Attributes of a trainer whose own attributes are restored."""
+"""Attributes of a trainer whose own attributes, and the entries of these, are restored."""
 
 
 class KeptState:
@@ -122,8 +122,9 @@ class KeptState:
             for function in _loss_functions(trainer):
                 self.keep(function)
         for name in STATES:
-            if hasattr(trainer, name):
-                self._undo.append(_rebinding(vars(getattr(trainer, name))))
+            attributes = vars(getattr(trainer, name, SimpleNamespace()))
+            kept = map(refilling, attributes.values())  # such as log_history, without its rows
+            self._undo += [_rebinding(attributes), *(each for each in kept if each is not None)]
 
     def keep_found_modules(self) -> list[nn.Module]:
         """Record the modules that others, a trainer or its loss functions hold, such as teachers; returns them."""
