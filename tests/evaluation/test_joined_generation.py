@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import contextmanager
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +35,8 @@ def peaked(model: Any) -> Any:
     return model
 
 
-TALLY = SimpleNamespace(forwards=0, seconds=0.0, lock=threading.Lock())
-"""With a lock: other objects in global variables are restored after a comparison."""
+# With a lock, because other state that a model refers to is restored after a comparison.
+TALLY = SimpleNamespace(forwards=0, seconds=0.0, sizes=set(), lock=Lock())
 
 
 class Llama(transformers.LlamaForCausalLM):
@@ -259,7 +259,8 @@ def test_joined_batches_do_not_use_kernels_that_are_prepared_for_each_shape(
 ) -> None:
     from loopwright.pt.evaluation import joined_generation
 
-    within, sizes = [False], set()
+    within = [False]
+    TALLY.sizes.clear()
 
     @contextmanager
     def without_cudnn() -> Any:
@@ -271,13 +272,13 @@ def test_joined_batches_do_not_use_kernels_that_are_prepared_for_each_shape(
 
     class Watched(Llama):
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            sizes.add((within[0], len(input_ids)))
+            TALLY.sizes.add((within[0], len(input_ids)))
             return super().forward(input_ids, **kwargs)
 
     made = trainer(tmp_path, peaked(Watched()), prompts_only, full_determinism=True)
     made.predict(samples(72))
     assert joined(made)._is_on
-    largest = {is_within: max(size for where, size in sizes if where is is_within) for is_within in (False, True)}
+    largest = {is_within: max(size for where, size in TALLY.sizes if where is is_within) for is_within in (False, True)}
     assert largest[True] > largest[False]
 
 

@@ -310,6 +310,16 @@ def test_a_model_with_some_weights_in_half_precision_rounds_like_them(tmp_path: 
     assert trainer._loopwright.run.accounting.kind is LossKind.MEAN
 
 
+def test_sparse_gradients_are_compared(tmp_path: Any) -> None:
+    model = made(Tokens)
+    model.embed.sparse = True
+    trainer = trainer_of(model, data_of(LENGTHS), tmp_path, compute_loss_func=over_sequences, max_steps=1,
+                         per_device_train_batch_size=2, gradient_accumulation_steps=4)  # fmt: skip
+    trainer.train()
+    assert trainer._loopwright.run.accounting.kind is LossKind.SAMPLES
+    assert trainer._loopwright.run.accounting.is_additive
+
+
 def test_dropout_of_every_kind_is_no_randomness(tmp_path: Any) -> None:
     class Dropping(Tokens):
         def logits(self, input_ids: Tensor) -> Tensor:
@@ -461,6 +471,20 @@ def test_data_that_a_loss_draws_is_drawn_by_training_only(tmp_path: Any) -> None
     trainer.train()
     assert trainer.drawn == list(range(6))
     assert [text for text in trainer._loopwright.notices.told if "'source' is an iterator" in text]
+
+
+def test_data_that_a_loss_function_draws_is_drawn_by_training_only(tmp_path: Any) -> None:
+    source, drawn = (i for i in range(100)), []
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        drawn.append(next(source))
+        return over_items(outputs, labels)
+
+    trainer = trainer_of(made(Tokens), data_of(LENGTHS), tmp_path, compute_loss_func=loss, max_steps=2,
+                         per_device_train_batch_size=1, gradient_accumulation_steps=3)  # fmt: skip
+    trainer.train()
+    assert drawn == list(range(6))
+    assert [text for text in trainer._loopwright.notices.told if "uses an iterator (generator)" in text]
 
 
 # ---- models of transformers -----------------------------------------------------------------------------------------

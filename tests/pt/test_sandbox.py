@@ -6,7 +6,9 @@ import itertools
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from types import SimpleNamespace
+from dataclasses import dataclass
+from functools import partial, partialmethod
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.notices import Notices
-from loopwright.pt.sandbox import HAS_CHANGED, Sandbox, first_iterator, sandbox
+from loopwright.pt.kept_state import first_iterator, iterator_of_loss
+from loopwright.pt.sandbox import HAS_CHANGED, Sandbox, sandbox
 from tests import models
 from tests.models import Tokens, made, samples, trainer_of
 
@@ -177,6 +180,7 @@ class Global(loopwright.Trainer):
         SEEN.seen.append(torch.ones(1))
         type(self).calls += 1
         self.state.calls = getattr(self.state, "calls", 0) + 1
+        self.state.log_history.append({"calls": self.state.calls})
         self.control.calls = getattr(self.control, "calls", 0) + 1
         return super().compute_loss(model, inputs, **kwargs)
 
@@ -200,6 +204,7 @@ def test_global_objects_are_used_by_training_only(tmp_path: Any) -> None:
     for _ in range(6):
         torch.rand(1, generator=same)
     assert torch.equal(DRAWN.get_state(), same.get_state())
+    assert [row["calls"] for row in trainer.state.log_history if "calls" in row] == [1, 2, 3, 4, 5, 6]
     assert SEEN.count == len(SEEN.seen) == Below.calls == trainer.state.calls == trainer.control.calls == 6
 
 
@@ -282,6 +287,162 @@ def test_counters_of_a_loss_function_are_those_of_the_training(tmp_path: Any) ->
     assert calls == loss.calls == len(seen) == 4
 
 
+def discriminator() -> Any:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def act() -> None:
+        weight.square().sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    trainer = SimpleNamespace(weight=weight, optimizer_of_discriminator=optimizer, schedule=schedule)
+    act()
+    return trainer, act, lambda: (weight.tolist(), weight.grad, optimizer.state_dict(), schedule.state_dict())
+
+
+def in_partial() -> Any:
+    beside = Remembering()
+    loss = partial(lambda teacher, x: teacher(x), beside)
+    return SimpleNamespace(compute_loss_func=loss), lambda: loss(torch.ones(4, 3)), lambda: (beside.seen, beside.mean)
+
+
+def in_defaults() -> Any:
+    def loss(held: Any = [Note()], *, also: Any = {"calls": 0}) -> None:  # noqa: B006, B008
+        held[0].count += 1
+        also["calls"] += 1
+
+    return SimpleNamespace(compute_loss_func=loss), loss, lambda: (loss.__defaults__[0][0].count, loss.__kwdefaults__)
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A state of a loss without a `__dict__`."""
+
+    center: Tensor
+    teacher: nn.Module
+    count: int = 0
+
+
+def in_slots() -> Any:
+    held = Slotted(torch.zeros(2), Remembering())
+
+    def act() -> None:
+        held.count += 1
+        held.center = held.center + 1
+        held.teacher(torch.ones(4, 3))
+
+    return SimpleNamespace(held=held), act, lambda: (held.count, held.center, held.teacher.seen)
+
+
+CENTER, STEPS, LOSSES = torch.zeros(2), 0, ModuleType("losses")
+
+
+def in_globals() -> Any:
+    def loss() -> None:
+        global CENTER, COMES_LATER
+        CENTER = CENTER + 1
+        COMES_LATER = 1
+
+    return SimpleNamespace(compute_loss_func=loss), loss, lambda: (CENTER, "COMES_LATER" in globals())
+
+
+def in_a_module() -> Any:
+    LOSSES.steps, LOSSES.note = torch.zeros(1), Note()
+
+    def loss() -> None:
+        LOSSES.steps = LOSSES.steps + 1
+        LOSSES.note.count += 1
+
+    return SimpleNamespace(compute_loss_func=loss), loss, lambda: (LOSSES.steps, LOSSES.note.count)
+
+
+class Called:
+    """A loss function with a state on its class and in a global variable."""
+
+    center, note, count = torch.zeros(2), Note(), 0
+
+    def __call__(self) -> None:
+        global STEPS
+        STEPS += 1
+        Called.center = self.center + 1
+        self.note.count += 1
+        type(self).count += 1
+        type(self).late = [1]
+
+
+def of_class() -> Any:
+    loss = Called()
+    look = lambda: (STEPS, Called.center, Called.note.count, Called.count, hasattr(Called, "late"))  # noqa: E731
+    return SimpleNamespace(compute_loss_func=loss), loss, look
+
+
+def in_closures_of_methods() -> Any:
+    count, beside = [0], Remembering()
+
+    class Helped(SimpleNamespace):
+        def compute_loss(self) -> None:
+            self.distilled  # noqa: B018
+
+        @property
+        def distilled(self) -> None:
+            count[0] += 1
+            beside(torch.ones(4, 3))
+
+    trainer = Helped()
+    return trainer, trainer.compute_loss, lambda: (count[0], beside.seen)
+
+
+def in_an_iterator() -> Any:
+    numbers = iter([1, 2, 3])
+
+    def loss() -> None:
+        next(numbers)
+
+    return SimpleNamespace(compute_loss_func=loss), loss, lambda: numbers.__length_hint__()
+
+
+def of_leaves() -> Any:
+    weights, beside = torch.ones(2, requires_grad=True), Remembering()
+
+    def act() -> None:
+        weights.sum().backward()
+        beside.requires_grad_(False)
+
+    look = lambda: (weights.grad, [each.requires_grad for each in beside.parameters()])  # noqa: E731
+    return SimpleNamespace(weights=weights, beside=beside), act, look
+
+
+def of_a_loss_with_attributes_of_trainers() -> Any:
+    class Helper:
+        def __init__(self) -> None:
+            self.model, self.state = Remembering(), {"calls": 0}
+
+        def compute_loss(self) -> None:
+            self.model(torch.ones(4, 3))
+            self.state["calls"] += 1
+
+    helper = Helper()
+    return SimpleNamespace(helper=helper), helper.compute_loss, lambda: (helper.model.seen, dict(helper.state))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [discriminator, in_partial, in_defaults, in_slots, in_globals, in_a_module, of_class, in_closures_of_methods,
+     in_an_iterator, of_leaves, of_a_loss_with_attributes_of_trainers],
+)  # fmt: skip
+def test_state_of_a_loss_is_found_wherever_it_is(place: Any) -> None:
+    trainer, act, look = place()
+    before = repr(look())
+    with sandbox(nn.Linear(1, 1), trainer) as box:
+        for _ in range(2):
+            act()
+            assert repr(look()) != before
+            box.restore()
+    assert repr(look()) == before
+
+
 def test_a_switch_of_attention_is_undone() -> None:
     """A short batch makes BigBird compute full attention from then on, unless it is in a sandbox."""
     from transformers import BigBirdConfig, BigBirdForSequenceClassification
@@ -323,7 +484,7 @@ def test_a_large_teacher_in_the_model_is_restored() -> None:
 
 def test_arrays_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer may hold its data, which would not fit into memory twice."""
-    monkeypatch.setattr("loopwright.pt.sandbox.MOST_IN_ALL", 5)
+    monkeypatch.setattr("loopwright.pt.kept_state.MOST_IN_ALL", 5)
     trainer = SimpleNamespace(data=[np.zeros(2), torch.zeros(2), np.zeros(2), np.zeros(1)])
     with sandbox(nn.Linear(1, 1), trainer):
         for each in trainer.data:
@@ -331,11 +492,52 @@ def test_arrays_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [float(each[0]) for each in trainer.data] == [0, 0, 1, 0]
 
 
+def test_the_data_is_not_copied_where_a_loss_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopwright.pt.kept_state.MOST_IN_ALL", 2)
+    data, center = [np.zeros(2)], np.zeros(2)
+    trainer = SimpleNamespace(train_dataset=data, compute_loss_func=lambda: (data, center))
+    with sandbox(nn.Linear(1, 1), trainer):
+        center += 1
+    assert not center.any()
+
+
 def test_a_source_of_data_on_the_trainer_is_seen() -> None:
     trainer = SimpleNamespace(count=itertools.count(), batches=iter([1]), train_dataset=iter([1]))
     assert first_iterator(trainer) is None
     trainer.unlabeled = (i for i in range(3))
     assert first_iterator(trainer) == "unlabeled"
+
+
+def test_an_iterator_that_a_loss_function_uses_is_seen() -> None:
+    source = (i for i in range(3))
+    trainer = SimpleNamespace(compute_loss_func=lambda: next(source))
+    assert iterator_of_loss(trainer) == "generator"
+    trainer.compute_loss_func = lambda: next(iter([1]))
+    assert iterator_of_loss(trainer) is None
+    trainer.compute_loss = partial(lambda batches: next(batches), source)
+    assert iterator_of_loss(trainer) == "generator"
+    made = type("OfAClass", (SimpleNamespace,), {"compute_loss": partialmethod(lambda self, held: next(held), source)})
+    assert iterator_of_loss(made()) == "generator"
+
+
+class Endless:
+    """Batches of a source without end; not an iterator itself."""
+
+    def __init__(self) -> None:
+        self.batches = (i for i in range(3))
+
+
+class DrawsFromOne(SimpleNamespace):
+    def compute_loss(self) -> Any:
+        return self.unlabeled_batch()
+
+    def unlabeled_batch(self) -> Any:
+        return next(self.unlabeled.batches)
+
+
+def test_an_iterator_in_an_object_that_the_loss_uses_is_seen() -> None:
+    assert iterator_of_loss(DrawsFromOne(unlabeled=Endless())) == "generator"
+    assert iterator_of_loss(DrawsFromOne(unlabeled=None, of_an_evaluation=Endless())) is None
 
 
 def test_a_model_of_many_modules_is_kept_quickly() -> None:

@@ -1,58 +1,50 @@
-"""Plain values that the code of a model shares: on its class, and in the global variables that it names."""
+"""The names that the code of a user shares: attributes of its classes, and global variables that it names."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from .refilling import refilling
+from .refilling import Undo, refilling
 
 NUMBERS = frozenset({int, float, bool, str, complex, type(None)})
 LIBRARIES = ("loopwright", "torch", "transformers", "numpy", "peft", "builtins")
 NOT_USERS = frozenset((*sys.stdlib_module_names, *LIBRARIES))
 INSTALLED = ("site-packages", "dist-packages")
 FEW = 64
-"""Entries of the largest container that is restored."""
+"""Entries of the largest container of an installed package that is restored."""
 
 
-def shared_by(objects: Iterable[Any]) -> list[Callable[[], None]]:
-    """Functions that restore what the classes of a user's objects count or collect."""
-    found: list[Callable[[], None]] = []
-    for kind in {base for each in objects for base in type(each).__mro__}:
-        if kind.__module__.partition(".")[0] not in LIBRARIES:
-            found += shared_by_class(kind)
-            for function in vars(kind).values():
-                found += globals_of(function)
-    return found
+def restoring_class(kind: type) -> list[Undo]:
+    """Functions that restore the attributes of a class."""
+
+    def names() -> list[str]:
+        return [name for name in vars(kind) if not name.startswith("__")]
+
+    return _restoring(vars(kind), names, partial(setattr, kind), partial(delattr, kind), all_of_it=is_users_code(kind))
 
 
-def shared_by_class(kind: type) -> list[Callable[[], None]]:
-    """Functions that restore what a class counts or collects."""
-    own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-
-    def remove_new() -> None:  # a number of a base class that was counted on
-        for name, value in list(vars(kind).items()):
-            if name not in own and type(value) in NUMBERS and not name.startswith("__"):
-                delattr(kind, name)
-
-    return [remove_new, *_restoring(own, partial(setattr, kind))]
+def restoring_globals(place: dict[str, Any], names: Iterable[str], *, home: str) -> list[Undo]:
+    """Functions that restore the global variables of these names; `home` is the module that they belong to."""
+    return _restoring(place, lambda: names, place.__setitem__, place.__delitem__, all_of_it=is_users_module(home))
 
 
-def globals_of(function: Any) -> list[Callable[[], None]]:
-    """Functions that restore the global variables that a function of the user names, as far as they are plain."""
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or (function.__module__ or "").partition(".")[0] in LIBRARIES:
-        return []
-    return _restoring(named_by(function), function.__globals__.__setitem__)
+def may_have_state(home: str) -> bool:
+    """Whether classes and functions of this module may hold state that a loss changes."""
+    return home.partition(".")[0] not in LIBRARIES
 
 
 def is_users_code(thing: Any) -> bool:
     """Whether a class or function is the user's, not one of Python or an installed package."""
-    home = thing.__module__ or ""
+    return is_users_module(thing.__module__ or "")
+
+
+def is_users_module(home: str) -> bool:
+    """Whether the module of this name is the user's."""
     if home == "__main__":
         return True
     if home.partition(".")[0] in NOT_USERS:
@@ -61,10 +53,9 @@ def is_users_code(thing: Any) -> bool:
     return not any(part in file for part in INSTALLED)
 
 
-def named_by(function: FunctionType) -> dict[str, Any]:
-    """The global variables that the code of a function names."""
-    place = function.__globals__
-    return {name: place[name] for name in _names_in(function.__code__) if name in place}
+def names_in(function: FunctionType) -> frozenset[str]:
+    """The names of global variables and attributes in the code of a function."""
+    return frozenset(_names_in(function.__code__))
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -74,17 +65,28 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _restoring(values: dict[str, Any], put: Callable[[str, Any], None]) -> list[Callable[[], None]]:
-    """Functions that restore numbers by `put`, and short containers of plain values in place."""
-    numbers = {name: value for name, value in values.items() if type(value) in NUMBERS}
+def _restoring(
+    place: Mapping[str, Any],
+    names: Callable[[], Iterable[str]],
+    put: Callable[[str, Any], None],
+    remove: Callable[[str], None],
+    *,
+    all_of_it: bool,
+) -> list[Undo]:
+    """Functions that bind names as they are now; of a package only numbers, and short containers of plain values."""
+    there = {name for name in names() if name in place}
+    before = {name: place[name] for name in there if all_of_it or type(place[name]) in NUMBERS}
 
     def put_back() -> None:
-        for name, value in numbers.items():
-            put(name, value)
+        for name in [name for name in names() if name in place and name not in there]:
+            if all_of_it or type(place[name]) in NUMBERS:
+                remove(name)
+        for name, value in before.items():
+            if place.get(name, place) is not value:
+                put(name, value)
 
-    kept = [refilling(value) for value in values.values() if _is_plain(value)]
-    undo = [each for each in kept if each is not None]
-    return [put_back, *undo] if numbers else undo
+    kept = [] if all_of_it else [refilling(place[name]) for name in there if _is_plain(place[name])]
+    return [put_back, *(each for each in kept if each is not None)]
 
 
 def _is_plain(value: Any) -> bool:

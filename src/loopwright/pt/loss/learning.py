@@ -18,9 +18,10 @@ from ...speed.proof.audit import is_turn
 from ...speed.users_loss import users_loss_of
 from ..data.columns import innermost
 from ..devices import is_lazy
+from ..kept_state import first_iterator, iterator_of_loss
 from ..part import TorchPart
 from ..precision import Autocast
-from ..sandbox import first_iterator, sandbox
+from ..sandbox import sandbox
 from .accounting import LossAccounting
 from .denominator import SAMPLES, Denominator
 from .find import find_loss
@@ -113,10 +114,13 @@ class LossLearning(TorchPart, LossPart):
 
     def _why_not_tried(self) -> str | None:
         """Why the loss must not be computed as a test; None if it may be."""
-        drawn = first_iterator(self.trainer) if self.has_custom_loss() else None
-        if drawn is None:
+        if not self.has_custom_loss():
             return None
-        return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
+        drawn = first_iterator(self.trainer)
+        if drawn is not None:
+            return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
+        kind = iterator_of_loss(self.trainer)
+        return None if kind is None else f"it uses an iterator ({kind}), and testing would consume it"
 
     def _inputs_are_made_from(self, batches: Any) -> bool:
         """Whether `_prepare_inputs` turns lists of samples into inputs: it may generate them."""

@@ -257,7 +257,7 @@ class LossProbe:
 
 def _some_of(values: Tensor, count: int) -> Tensor:
     """About `count` entries of a tensor, evenly spaced."""
-    flat = values.detach().reshape(-1)
+    flat = (values.to_dense() if values.is_sparse else values).detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // count))]
 
 
