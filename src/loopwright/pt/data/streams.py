@@ -74,11 +74,15 @@ def _has_state(thing: Any) -> bool:
 
 def loses_samples(dataset: Any) -> bool:
     """Whether a `datasets` stream has a shuffle buffer, whose contents are not part of its state."""
-    source, seen = getattr(dataset, "_ex_iterable", None), 0
-    while source is not None and seen < 100:
+    sources, seen = [getattr(dataset, "_ex_iterable", None)], set()
+    while sources:
+        source = sources.pop()
+        if source is None or id(source) in seen:
+            continue
         if "Shuffled" in type(source).__name__ and hasattr(source, "buffer_size"):
             return True
-        source, seen = getattr(source, "ex_iterable", None), seen + 1
+        seen.add(id(source))
+        sources += [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
     return False
 
 
