@@ -96,6 +96,15 @@ def test_another_number_of_workers_reads_again_and_says_so(
     assert "re-reading and skipping" in caplog.text
 
 
+def test_states_of_workers_are_converted_for_checkpoints_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They contain large random states."""
+    converted = []
+    state_dict = StreamLoader.state_dict
+    monkeypatch.setattr(StreamLoader, "state_dict", lambda loader: converted.append(1) or state_dict(loader))
+    run(tmp_path, save_strategy="no")
+    assert not converted
+
+
 class Rewinding(IterableDataset):
     """A stream that starts over when its end is reached, as its state does, which it returns as it is."""
 

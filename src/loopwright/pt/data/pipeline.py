@@ -35,7 +35,15 @@ from .packing import packed_plan
 from .prepared import whole_loader
 from .sampling import Sampling
 from .shard import Share, batches_of_all, draw_order, is_shared, share_loader, share_stream, whole_dataset, whole_length
-from .streams import StreamPosition, has_met_end, load_stream_state, own_generators, replay, stream_state
+from .streams import (
+    StreamPosition,
+    has_met_end,
+    knows_end,
+    load_stream_state,
+    own_generators,
+    replay,
+    stream_state,
+)
 from .unrecorded import batches_of
 from .workers import stop_workers, workers_end_with_errors
 
@@ -370,7 +378,7 @@ class TorchData(Sampling):
 
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
         run, accumulation = self.run, self.run.plan.accumulation
-        if run.order_sampler is None:
+        if run.order_sampler is None and (self.internals.may_be_undone() or not knows_end(run.loader)):
             run.stream_before = run.stream_end or StreamPosition(stream_state(run.loader))
         try:
             if run.batches_overridden:

@@ -37,12 +37,14 @@ def stream_state(loader: Any) -> Any:
 
 
 def has_met_end(loader: Any, batches: Any, *, is_short: bool) -> bool:
-    """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch.
-
-    The states of the workers of a `StreamLoader` contain it.
-    """
+    """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch."""
     met = is_short or getattr(getattr(batches, "_dataset_fetcher", None), "ended", False)
-    return bool(met) and not isinstance(loader, StreamLoader)
+    return bool(met) and not knows_end(loader)
+
+
+def knows_end(loader: Any) -> bool:
+    """Whether the states of a loader contain that its stream has ended, in each of its workers."""
+    return isinstance(loader, StreamLoader)
 
 
 def load_stream_state(loader: Any, state: Any) -> bool:
