@@ -36,6 +36,7 @@ from .prepared import whole_loader
 from .sampling import Sampling
 from .shard import Share, batches_of_all, draw_order, is_shared, share_loader, share_stream, whole_dataset, whole_length
 from .streams import (
+    CountedBatches,
     StreamPosition,
     has_met_end,
     knows_end,
@@ -319,7 +320,9 @@ class TorchData(Sampling):
         self._restore_generators(loader)
         if done and saved is not None and load_stream_state(loader, saved.state):
             batches = iter(loader)
-            take(batches, saved.batches)
+            if saved.batches:  # up to the end
+                take(batches, saved.batches)
+                self.run.stream_end = saved
             return batches
         if done and self.run.epoch_rng is not None:
             restore_rng(self.run.epoch_rng)  # repeat the draws that determine the order
@@ -377,25 +380,33 @@ class TorchData(Sampling):
         replay(batches, count, logger.warning)
 
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        run, accumulation = self.run, self.run.plan.accumulation
+        run = self.run
         if run.order_sampler is None and (self.internals.may_be_undone() or not knows_end(run.loader)):
             run.stream_before = run.stream_end or StreamPosition(stream_state(run.loader))
         try:
-            if run.batches_overridden:
-                override = adapt(self.trainer.get_batch_samples, "device")
-                return override(batches, accumulation, device=self.device)[0]
-            found = take(batches, accumulation)
-            if run.order_sampler is None and run.stream_end is None:
-                self._note_end(batches, found)
+            if run.order_sampler is not None:
+                return self._taken(batches)
+            counted = CountedBatches(batches)
+            found = self._taken(counted)
+            if run.stream_end is None:
+                self._note_end(counted)
             return found
         except Exception as error:  # dataset and collator may raise anything; re-raised with a note
             add_note_of_loading(error, "training", self.internals.moment(ahead=1))
             raise
 
-    def _note_end(self, batches: Iterator[Any], found: list[Any]) -> None:
-        run, is_short = self.run, len(found) < self.run.plan.accumulation
-        if run.stream_before is not None and has_met_end(run.loader, batches, is_short=is_short):
-            run.stream_end = StreamPosition(run.stream_before.state, len(found))
+    def _taken(self, batches: Iterator[Any]) -> list[Any]:
+        accumulation = self.run.plan.accumulation
+        if not self.run.batches_overridden:
+            return take(batches, accumulation)
+        override = adapt(self.trainer.get_batch_samples, "device")
+        found: list[Any] = override(batches, accumulation, device=self.device)[0]
+        return found
+
+    def _note_end(self, batches: CountedBatches) -> None:
+        run = self.run
+        if run.stream_before is not None and has_met_end(run.loader, batches):
+            run.stream_end = StreamPosition(run.stream_before.state, batches.count)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update, and their number of targets."""

@@ -36,9 +36,28 @@ def stream_state(loader: Any) -> Any:
         return None  # checkpoints hold only JSON and tensors
 
 
-def has_met_end(loader: Any, batches: Any, *, is_short: bool) -> bool:
+class CountedBatches:
+    """The batches of an iterator, counted up to its end."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.count, self.has_ended = batches, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        self.count += 1
+        return batch
+
+
+def has_met_end(loader: Any, read: CountedBatches) -> bool:
     """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch."""
-    met = is_short or getattr(getattr(batches, "_dataset_fetcher", None), "ended", False)
+    met = read.has_ended or getattr(getattr(read.batches, "_dataset_fetcher", None), "ended", False)
     return bool(met) and not knows_end(loader)
 
 
