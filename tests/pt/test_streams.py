@@ -131,14 +131,20 @@ class ReadsBatches(Trainer):
 
 
 def run_rewinding(
-    folder: Path, resume: str | None, *, workers: int = 0, accumulation: int = 1, cls: Any = Trainer, callbacks: Any = ()
+    folder: Path,
+    resume: str | None,
+    *,
+    workers: int = 0,
+    accumulation: int = 1,
+    cls: type[Trainer] = Trainer,
+    callbacks: list[TrainerCallback] | None = None,
 ) -> Trainer:
     torch.manual_seed(0)
     args = TrainingArguments(
         str(folder), per_device_train_batch_size=2, max_steps=9, logging_steps=1, save_steps=1, learning_rate=1e-2,
         use_cpu=True, disable_tqdm=True, dataloader_num_workers=workers, gradient_accumulation_steps=accumulation,
     )  # fmt: skip
-    trainer: Trainer = cls(Regression(0.1), args, train_dataset=Rewinding(13), callbacks=list(callbacks))
+    trainer = cls(Regression(0.1), args, train_dataset=Rewinding(13), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

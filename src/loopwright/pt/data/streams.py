@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
+from ...core.checkpoint.schema import check_part, count, list_of
 from ...snapshot import snapshot_rng
 from ..rng import rng_from_json, rng_to_json
 
@@ -55,10 +57,13 @@ class CountedBatches:
         return batch
 
 
-def has_met_end(loader: Any, read: CountedBatches) -> bool:
-    """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch."""
+def end_position(loader: Any, read: CountedBatches, before: StreamPosition | None) -> StreamPosition | None:
+    """The position at the end of a stream, where it may start over: that before the update, and what was read after it.
+
+    None if reading has not met the end, for a missing or an incomplete batch.
+    """
     met = read.has_ended or getattr(getattr(read.batches, "_dataset_fetcher", None), "ended", False)
-    return bool(met) and not knows_end(loader)
+    return StreamPosition(before.state, read.count) if met and before is not None and not knows_end(loader) else None
 
 
 def knows_end(loader: Any) -> bool:
@@ -121,6 +126,15 @@ def own_generators(loader: Any) -> list[torch.Generator]:
             found[id(generator)] = generator
         parts += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "batches", "loader")]
     return list(found.values())
+
+
+def read_generators(saved: Any) -> list[Tensor]:
+    """The states of random generators in a checkpoint; raises for a damaged one."""
+    check_part(saved, list_of(list_of(count(most=255))))
+    states = [torch.tensor(state, dtype=torch.uint8) for state in saved]
+    for state in states:
+        torch.Generator().set_state(state)
+    return states
 
 
 class Start(NamedTuple):
