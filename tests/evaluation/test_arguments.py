@@ -289,6 +289,26 @@ def test_an_evaluation_without_labels_says_that_it_shows_nothing(metrics: Any, t
     assert "neither a loss nor metrics" in told and "label_names" in told
 
 
+class EmptyLoader(loopwright.Trainer):
+    """Its metrics are computed elsewhere."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return torch.utils.data.DataLoader([])
+
+
+class OwnStep(loopwright.Trainer):
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        return None, None, None
+
+
+@pytest.mark.parametrize("cls", [EmptyLoader, OwnStep])
+def test_an_evaluation_that_is_to_show_nothing_is_not_reported(cls: Any, tmp_path: Any) -> None:
+    args = loopwright.TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = cls(models.made(Point), args, eval_dataset=points())
+    assert "eval_loss" not in trainer.evaluate()
+    assert not [told for told in trainer._loopwright.notices.told if "neither a loss" in told]
+
+
 def test_a_metrics_function_must_be_able_to_collect(tmp_path: Any) -> None:
     with pytest.raises((ArgumentsError, TypeError), match="compute_result"):
         make(tmp_path, compute_metrics=lambda prediction: {}, batch_eval_metrics=True).evaluate(points())

@@ -84,8 +84,10 @@ class SizedStream(Stream):
 def train(data: Any, library: Any = loopwright, **options: Any) -> Any:
     options = {"per_device_train_batch_size": 4, "num_train_epochs": 3, "save_strategy": "no", "use_cpu": True,
                "disable_tqdm": True, "logging_strategy": "no", **options}  # fmt: skip
-    trainer = library.Trainer(Recorder(), library.TrainingArguments("run", **options), train_dataset=data)
-    trainer.train()
+    resume = options.pop("resume", None)
+    args = library.TrainingArguments(**{"output_dir": "run", **options})
+    trainer = library.Trainer(Recorder(), args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -214,6 +216,22 @@ def test_streaming_datasets_shuffle_anew_in_every_epoch(workers: int) -> None:
     first, second = trainer.model.batches[:4], trainer.model.batches[4:]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(12))
     assert first != second
+
+
+@pytest.mark.parametrize("mix", [datasets.interleave_datasets, datasets.concatenate_datasets])
+def test_shuffle_buffers_of_mixed_streams_lose_nothing_when_a_run_resumes(mix: Any, tmp_path: Path) -> None:
+    def stream() -> Any:
+        parts = [datasets.Dataset.from_dict({"ids": list(range(a, a + 12))}).to_iterable_dataset() for a in (0, 100)]
+        return mix([parts[0].shuffle(seed=1, buffer_size=6), parts[1]])
+
+    def trained(folder: str, resume: str | None = None) -> Any:
+        return train(stream(), output_dir=str(tmp_path / folder), max_steps=6, per_device_train_batch_size=3,
+                     save_strategy="steps", save_steps=2, resume=resume)  # fmt: skip
+
+    whole = trained("whole")
+    for step in (2, 4):
+        part = trained(f"from-{step}", str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert part.model.batches == whole.model.batches, "the batches before the checkpoint are saved in the model"
 
 
 def test_a_streamed_dataset_without_max_steps_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loopwright import Trainer, TrainingArguments
+from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.data.streams import StreamLoader
 from tests.models import Regression, losses, regression_data
 from tests.spreads import spread
@@ -96,6 +97,15 @@ def test_another_number_of_workers_reads_again_and_says_so(
     assert "re-reading and skipping" in caplog.text
 
 
+def test_states_of_workers_are_converted_for_checkpoints_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They contain large random states."""
+    converted = []
+    state_dict = StreamLoader.state_dict
+    monkeypatch.setattr(StreamLoader, "state_dict", lambda loader: converted.append(1) or state_dict(loader))
+    run(tmp_path, save_strategy="no")
+    assert not converted
+
+
 class Rewinding(IterableDataset):
     """A stream that starts over when its end is reached, as its state does, which it returns as it is."""
 
@@ -115,23 +125,54 @@ class Rewinding(IterableDataset):
         self.now.update(state)
 
 
-@pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (0, 3), (1, 1)])
+class ReadsBatches(Trainer):
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        return list(itertools.islice(epoch_iterator, num_batches)), None
+
+
+def run_rewinding(
+    folder: Path,
+    resume: str | None,
+    *,
+    workers: int = 0,
+    accumulation: int = 1,
+    cls: type[Trainer] = Trainer,
+    callbacks: list[TrainerCallback] | None = None,
+) -> Trainer:
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=9, logging_steps=1, save_steps=1, learning_rate=1e-2,
+        use_cpu=True, disable_tqdm=True, dataloader_num_workers=workers, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    trainer = cls(Regression(0.1), args, train_dataset=Rewinding(13), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("workers", "accumulation", "cls"),
+    [(0, 1, Trainer), (0, 3, Trainer), (1, 1, Trainer), (0, 1, ReadsBatches), (0, 3, ReadsBatches)],
+)
 def test_a_stream_that_starts_over_at_its_end_resumes_from_there(
-    workers: int, accumulation: int, tmp_path: Path
+    workers: int, accumulation: int, cls: type[Trainer], tmp_path: Path
 ) -> None:
     def trained(folder: str, resume: str | None = None) -> Trainer:
-        torch.manual_seed(0)
-        args = TrainingArguments(
-            str(tmp_path / folder), per_device_train_batch_size=2, max_steps=9, logging_steps=1, save_steps=1,
-            learning_rate=1e-2, use_cpu=True, disable_tqdm=True, dataloader_num_workers=workers,
-            gradient_accumulation_steps=accumulation,
-        )  # fmt: skip
-        trainer = Trainer(Regression(0.1), args, train_dataset=Rewinding(13))
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
+        return run_rewinding(tmp_path / folder, resume, workers=workers, accumulation=accumulation, cls=cls)
 
     whole = trained("whole")
     last = -(-7 // accumulation)
     part = trained("part", str(tmp_path / "whole" / f"checkpoint-{last}"))
     assert losses(part) == losses(whole)
     assert part.state.epoch == whole.state.epoch
+
+
+class StopsAtTheEnd(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_save = True
+
+
+def test_a_run_that_stops_where_it_was_resumed_is_still_at_the_end_of_its_stream(tmp_path: Path) -> None:
+    whole = run_rewinding(tmp_path / "whole", None)
+    run_rewinding(tmp_path / "stopped", str(tmp_path / "whole" / "checkpoint-7"), callbacks=[StopsAtTheEnd()])
+    part = run_rewinding(tmp_path / "part", str(tmp_path / "stopped" / "checkpoint-7"))
+    assert losses(part) == losses(whole)

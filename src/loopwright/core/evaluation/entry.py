@@ -12,6 +12,7 @@ from ..outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from ..part import Part
 from ..randomness import untouched_rng
 from ..user_code.error_notes import add_note_of_call
+from ..user_code.overrides import is_overridden
 from .loop import EvalPlan
 from .metric_objects import MetricObjects
 
@@ -78,7 +79,7 @@ class Evaluation(Part):
             except Exception as error:  # anything that the user's code raises; re-raised with a note
                 add_note_of_call(error, description.lower(), self.internals.moment())
                 raise
-        if not self._wants_predictions and not output.metrics.keys() - {f"{prefix}_{PREPARATION}"}:
+        if self._should_have_numbers(output) and not output.metrics.keys() - {f"{prefix}_{PREPARATION}"}:
             self.internals.notices.warn_once(
                 "the evaluation has neither a loss nor metrics, because its batches have no labels: add labels to the "
                 "data, or name their columns by label_names"
@@ -88,6 +89,11 @@ class Evaluation(Part):
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
         self.internals.add_memory_metrics(prefix, output.metrics)
         return output
+
+    def _should_have_numbers(self, output: EvalLoopOutput) -> bool:
+        """Whether the batches of an evaluation should have a loss: with a step of the user, it may be none."""
+        own_step = is_overridden(self.trainer, "prediction_step")
+        return output.num_samples > 0 and not self._wants_predictions and not own_step
 
     def _make_evaluation_plan(self, loss_only: bool, expected_rows: int | None) -> EvalPlan:
         """The EvalPlan of the arguments; `expected_rows` is None if the dataset has no length."""

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ...core.checkpoint.schema import check_part, count, list_of
+from ...core.checkpoint.schema import check_part, count
 from ...core.evaluation.entry import named_eval_dataset
 from ...core.plan import Plan, make_plan
 from ...core.user_code.overrides import adapt, is_overridden
@@ -35,7 +34,17 @@ from .packing import packed_plan
 from .prepared import whole_loader
 from .sampling import Sampling
 from .shard import Share, batches_of_all, draw_order, is_shared, share_loader, share_stream, whole_dataset, whole_length
-from .streams import StreamPosition, has_met_end, load_stream_state, own_generators, replay, stream_state
+from .streams import (
+    CountedBatches,
+    StreamPosition,
+    end_position,
+    knows_end,
+    load_stream_state,
+    own_generators,
+    read_generators,
+    replay,
+    stream_state,
+)
 from .unrecorded import batches_of
 from .workers import stop_workers, workers_end_with_errors
 
@@ -311,7 +320,9 @@ class TorchData(Sampling):
         self._restore_generators(loader)
         if done and saved is not None and load_stream_state(loader, saved.state):
             batches = iter(loader)
-            take(batches, saved.batches)
+            if saved.batches:  # up to the end
+                take(batches, saved.batches)
+                self.run.stream_end = saved
             return batches
         if done and self.run.epoch_rng is not None:
             restore_rng(self.run.epoch_rng)  # repeat the draws that determine the order
@@ -319,7 +330,8 @@ class TorchData(Sampling):
         batches = iter(loader)
         draw_order(loader)
         if done:
-            self._skip(batches, done)
+            self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {done} batches already used")
+            replay(batches, done, logger.warning)
         return batches
 
     def _restore_generators(self, loader: Any) -> None:
@@ -359,35 +371,28 @@ class TorchData(Sampling):
         again = check_part(states.get("stream_again", 0), count())
         self.run.stream = None if states.get("stream") is None else StreamPosition(states["stream"], again)
         self.run.epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
-        saved = check_part(states.get("generators", []), list_of(list_of(count(most=255))))
-        self.run.resume_generators = [torch.tensor(state, dtype=torch.uint8) for state in saved]
-        for state in self.run.resume_generators:
-            torch.Generator().set_state(state)  # raises for a damaged one
-
-    def _skip(self, batches: Iterator[Any], count: int) -> None:
-        self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
-        replay(batches, count, logger.warning)
+        self.run.resume_generators = read_generators(states.get("generators", []))
 
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        run, accumulation = self.run, self.run.plan.accumulation
-        if run.order_sampler is None:
+        run = self.run
+        if run.order_sampler is None and (self.internals.may_be_undone() or not knows_end(run.loader)):
             run.stream_before = run.stream_end or StreamPosition(stream_state(run.loader))
         try:
-            if run.batches_overridden:
-                override = adapt(self.trainer.get_batch_samples, "device")
-                return override(batches, accumulation, device=self.device)[0]
-            found = take(batches, accumulation)
-            if run.order_sampler is None and run.stream_end is None:
-                self._note_end(batches, found)
+            if run.order_sampler is not None:
+                return self._taken(batches)
+            counted = CountedBatches(batches)
+            found = self._taken(counted)
+            run.stream_end = run.stream_end or end_position(run.loader, counted, run.stream_before)
             return found
         except Exception as error:  # dataset and collator may raise anything; re-raised with a note
             add_note_of_loading(error, "training", self.internals.moment(ahead=1))
             raise
 
-    def _note_end(self, batches: Iterator[Any], found: list[Any]) -> None:
-        run, is_short = self.run, len(found) < self.run.plan.accumulation
-        if run.stream_before is not None and has_met_end(run.loader, batches, is_short=is_short):
-            run.stream_end = StreamPosition(run.stream_before.state, len(found))
+    def _taken(self, batches: Iterator[Any]) -> list[Any]:
+        number = self.run.plan.accumulation
+        if not self.run.batches_overridden:
+            return take(batches, number)
+        return adapt(self.trainer.get_batch_samples, "device")(batches, number, device=self.device)[0]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update, and their number of targets."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
+from ...core.checkpoint.schema import check_part, count, list_of
 from ...snapshot import snapshot_rng
 from ..rng import rng_from_json, rng_to_json
 
@@ -36,13 +38,37 @@ def stream_state(loader: Any) -> Any:
         return None  # checkpoints hold only JSON and tensors
 
 
-def has_met_end(loader: Any, batches: Any, *, is_short: bool) -> bool:
-    """Whether an iterator of a loader has read to the end of its stream, for a missing or an incomplete batch.
+class CountedBatches:
+    """The batches of an iterator, counted up to its end."""
 
-    The states of the workers of a `StreamLoader` contain it.
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self.count, self.has_ended = batches, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        self.count += 1
+        return batch
+
+
+def end_position(loader: Any, read: CountedBatches, before: StreamPosition | None) -> StreamPosition | None:
+    """The position at the end of a stream, where it may start over: that before the update, and what was read after it.
+
+    None if reading has not met the end, for a missing or an incomplete batch.
     """
-    met = is_short or getattr(getattr(batches, "_dataset_fetcher", None), "ended", False)
-    return bool(met) and not isinstance(loader, StreamLoader)
+    met = read.has_ended or getattr(getattr(read.batches, "_dataset_fetcher", None), "ended", False)
+    return StreamPosition(before.state, read.count) if met and before is not None and not knows_end(loader) else None
+
+
+def knows_end(loader: Any) -> bool:
+    """Whether the states of a loader contain that its stream has ended, in each of its workers."""
+    return isinstance(loader, StreamLoader)
 
 
 def load_stream_state(loader: Any, state: Any) -> bool:
@@ -74,11 +100,15 @@ def _has_state(thing: Any) -> bool:
 
 def loses_samples(dataset: Any) -> bool:
     """Whether a `datasets` stream has a shuffle buffer, whose contents are not part of its state."""
-    source, seen = getattr(dataset, "_ex_iterable", None), 0
-    while source is not None and seen < 100:
+    sources, seen = [getattr(dataset, "_ex_iterable", None)], set()
+    while sources:
+        source = sources.pop()
+        if source is None or id(source) in seen:
+            continue
         if "Shuffled" in type(source).__name__ and hasattr(source, "buffer_size"):
             return True
-        source, seen = getattr(source, "ex_iterable", None), seen + 1
+        seen.add(id(source))
+        sources += [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
     return False
 
 
@@ -96,6 +126,15 @@ def own_generators(loader: Any) -> list[torch.Generator]:
             found[id(generator)] = generator
         parts += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "batches", "loader")]
     return list(found.values())
+
+
+def read_generators(saved: Any) -> list[Tensor]:
+    """The states of random generators in a checkpoint; raises for a damaged one."""
+    check_part(saved, list_of(list_of(count(most=255))))
+    states = [torch.tensor(state, dtype=torch.uint8) for state in saved]
+    for state in states:
+        torch.Generator().set_state(state)
+    return states
 
 
 class Start(NamedTuple):
