@@ -50,7 +50,7 @@ class KerasOptim(KerasPart):
 
     def _make_scheduler(self, own: Any, num_training_steps: int) -> Any:
         if is_keras_schedule(own):
-            return KerasRate(self.strategy, own)
+            return KerasRate(self.strategy, own, int(number(self.trainer.optimizer.iterations)))
         if self._rated is not self.trainer.optimizer:  # later values were set by the schedule
             self._base_rate, self._rated = number(self.trainer.optimizer.learning_rate), self.trainer.optimizer
         return build_rate(self.args, self.strategy, self._base_rate, num_training_steps)
