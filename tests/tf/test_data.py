@@ -203,7 +203,12 @@ def test_an_override_may_bring_its_own_batches(tmp_path: Any) -> None:
     made = trainer(tmp_path, cls=Mine, num_train_epochs=2, max_steps=-1, evaluation=rows(3))
     made.train()
     assert (made.state.global_step, made._loopwright.run.progress.samples_seen) == (4, 24)
-    assert made.evaluate()["eval_loss"] > 0
+    known = made.evaluate()["eval_loss"]
+    made.get_eval_tfdataset = lambda eval_dataset=None: (pipeline(5).batch(3).repeat(), 2, 5)
+    assert made.evaluate()["eval_loss"] == known > 0
+    made.get_eval_tfdataset = lambda eval_dataset=None: pipeline(5).repeat().batch(3)
+    with pytest.raises(DataError, match="a pipeline that never ends"):
+        made.evaluate()
 
 
 def test_several_named_evaluation_sets(tmp_path: Any) -> None:
