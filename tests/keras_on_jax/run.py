@@ -60,7 +60,51 @@ def named_values_are_refused(folder: str) -> None:
         raise AssertionError("the loss was accepted")
 
 
+def masks_count_and_loss_scaling_is_refused() -> None:
+    """Traced arrays of JAX take no attributes, so Keras keeps their masks elsewhere."""
+    import jax
+    import keras
+    import numpy as np
+
+    from loopwright import ModelError
+    from loopwright.jax.strategy import JaxStrategy
+    from loopwright.keras.loss.compiled_loss import summed_loss
+
+    @jax.jit
+    def summed(labels: Any, outputs: Any) -> Any:
+        keras.src.backend.set_keras_mask(outputs, keras.ops.array([True, True, False, False]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+        return summed_loss(loss, labels, outputs, None, family=keras)
+
+    total, items = summed(np.array([0, 1, 2, 0]), np.ones((4, 3), np.float32))
+    assert (float(items), round(float(total), 4)) == (1.0, round(float(np.log(3)), 4))
+    try:
+        JaxStrategy(jax.devices()).setup_optimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+    except ModelError as error:
+        assert "does not scale the loss" in str(error)
+    else:
+        raise AssertionError("the optimizer was accepted")
+
+
+def a_skipped_update_leaves_moving_means(folder: str) -> None:
+    import keras
+    import numpy as np
+
+    from loopwright.jax.arguments import JAXTrainingArguments
+    from loopwright.jax.trainer import JAXTrainer
+    from tests.contract.frameworks import QUIET
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    options = {**QUIET, "max_steps": 1, "save_strategy": "no", "on_nonfinite": "skip"}
+    data = (np.full((4, 4), np.nan, "float32"), np.zeros((4, 1), "float32"))
+    JAXTrainer(model, JAXTrainingArguments(f"{folder}/skipped", **options), data).train()
+    assert all(np.isfinite(variable.numpy()).all() for variable in model.variables)
+
+
 if __name__ == "__main__":
     for first in range(1, len(sys.argv), 4):  # one run after the other
         main(*sys.argv[first : first + 4])
     named_values_are_refused(sys.argv[1])
+    masks_count_and_loss_scaling_is_refused()
+    a_skipped_update_leaves_moving_means(sys.argv[1])

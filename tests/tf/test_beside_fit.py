@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,110 @@ def test_ignored_labels_count_neither_in_plain_losses_nor_in_losses_per_token(tm
     assert losses + logged(made, "loss") == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+def test_label_smoothing_counts_what_the_compiled_loss_counts(tmp_path: Any) -> None:
+    import keras
+
+    def net(**options: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(11, 6, mask_zero=True)]
+        model = keras.Sequential([*layers, keras.layers.Dense(11)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=5)
+        model.compile(loss=[loss], loss_weights=[0.5], **options)
+        return model
+
+    ids = np.arange(24).reshape(6, 4) % 11
+    for labels in (ids, ids[..., None]):
+        losses = []
+        for factor in (0.0, 1e-9):
+            made = trainer(tmp_path, net(), (ids, labels), label_smoothing_factor=factor, **{**PLAIN, "max_steps": 1})
+            made.train()
+            losses += logged(made, "loss")
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with pytest.raises(ModelError, match="compiled with another loss"):
+        trainer(tmp_path, TF.net(), (arrays(4)[0], ids[:4, 0]), label_smoothing_factor=0.1).train()
+
+
+def test_labels_without_a_sign_are_never_ignored() -> None:
+    import keras
+
+    from loopwright.keras.loss.compiled_loss import counted_labels
+
+    labels = [counted_labels(keras.ops.convert_to_tensor(np.array(each))) for each in ([156, -100], np.uint8([156, 3]))]
+    assert [each.numpy().tolist() for each in labels] == [[True, False], [True, True]]
+
+
+def test_a_users_loss_gets_floating_point_labels(tmp_path: Any) -> None:
+    import tensorflow as tf
+
+    def written(labels: Any, outputs: Any) -> Any:
+        return tf.reduce_mean(tf.square(labels - outputs), axis=-1)
+
+    x, y = arrays(8)
+    losses = []
+    for kind in ("int64", "float32"):
+        model = TF.net(compiled=False)
+        model.compile(loss=written)
+        made = trainer(tmp_path, model, (x, np.round(y).astype(kind)), **{**PLAIN, "max_steps": 2})
+        made.train()
+        losses.append(logged(made, "loss"))
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_of_keras_called_by_a_user_is_not_divided_by_the_replicas(tmp_path: Any) -> None:
+    import keras
+
+    def mean(outputs: Any, labels: Any) -> Any:
+        return keras.losses.MeanSquaredError()(labels, outputs)
+
+    found = []
+    for strategy, size in ((None, 4), (two_replicas(), 2)):
+        options = {**PLAIN, "max_steps": 2, "per_device_train_batch_size": size, "strategy": strategy}
+        made = trainer(tmp_path, TF.net(), arrays(8), compute_loss_func=mean, evaluation=arrays(8), **options)
+        made.train()
+        found.append([*logged(made, "loss"), made.evaluate()["eval_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_outputs_of_legacy_models_are_weighted_on_any_number_of_replicas() -> None:
+    tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
+    import tensorflow as tf
+
+    from loopwright.keras.loss.compiled_loss import find_keras_loss
+
+    try:
+        x = tf_keras.Input((4,))
+        model = tf_keras.Model(x, [tf_keras.layers.Dense(1, name="a")(x), tf_keras.layers.Dense(1, name="b")(x)])
+        model.compile(loss={"a": "mse", "b": "mae"}, loss_weights={"a": 0.5, "b": 2.0})
+        features, y = map(tf.constant, arrays(4))
+        outputs = model(features)
+        expected = 4 * float(model.compiled_loss((y, y), outputs))
+        found = find_keras_loss(model, tf_keras)
+        with two_replicas().scope():  # Keras would divide by their number
+            total, items = found(model, (y, y), outputs, None)
+        assert (float(total), float(items)) == pytest.approx((expected, 4.0))
+        single = tf_keras.Sequential([tf_keras.layers.Input((4,)), tf_keras.layers.Dense(1)])
+        single.compile(loss="mse", loss_weights=0.5)
+        total, _ = find_keras_loss(single, tf_keras)(single, y, single(features), None)
+        assert float(total) == pytest.approx(0.5 * float(tf.reduce_sum((single(features) - y) ** 2)))
+    finally:
+        sys.modules.pop("tf_keras", None)  # the tests after this one have not asked for it
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loss_scale_optimizer_of_the_user_is_used_as_it_is(policy: str, tmp_path: Any) -> None:
+    import keras
+
+    keras.mixed_precision.set_global_policy(policy)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.5)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(schedule), initial_scale=8.0)
+    made = trainer(tmp_path, None, arrays(8), optimizers=(optimizer, None), **{**PLAIN, "max_steps": 2})
+    made.train()
+    assert made.optimizer is optimizer and int(optimizer.iterations) == 2
+    assert logged(made, "learning_rate") == pytest.approx([0.02, 0.01])
+    made.train()  # Keras counts the updates of an optimizer, not of a run
+    assert logged(made, "learning_rate") == pytest.approx([0.005, 0.0025])
+
+
 def test_batch_normalization_sees_no_padding_with_xla(tmp_path: Any) -> None:
     import keras
 
@@ -181,7 +286,7 @@ def test_what_a_model_was_compiled_with_and_is_not_used_is_said(tmp_path: Any, c
     model = TF.net(compiled=False)
     loss = keras.losses.MeanSquaredError(reduction="sum")
     model.compile("adam", loss=loss, metrics=["mae"])
-    optimizer = keras.optimizers.SGD(0.1, use_ema=True)
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=7)
     trainer(tmp_path, model, optimizers=(optimizer, None), max_steps=1).train()
     for text in ("compiled with Adam, but SGD is used", "metrics that the model", "reduction=sum", "use_ema=True"):
         assert text in caplog.text

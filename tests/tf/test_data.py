@@ -98,6 +98,23 @@ def test_going_on_in_an_epoch_is_exact(kind: str, tmp_path: Any, caplog: Any) ->
     assert ("TensorFlow cannot save the position of this pipeline" in caplog.text) == (kind == "generator")
 
 
+@pytest.mark.parametrize("kind", ["arrays", "generator"])
+def test_later_epochs_of_a_pipeline_shuffled_by_the_user_are_exact(kind: str, tmp_path: Any) -> None:
+    import tensorflow as tf
+
+    def data() -> Any:
+        tf.random.set_seed(1)
+        return (generated(40) if kind == "generator" else pipeline(40)).shuffle(8, seed=3).batch(8, drop_remainder=True)
+
+    options = {"max_steps": 11, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    whole = trainer(tmp_path / "run", None, data(), **options)
+    whole.train()
+    for step in (2, 5, 8):  # in the first epoch, after it, in the second
+        again = trainer(tmp_path / str(step), None, data(), **{**options, "save_strategy": "no"})
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        assert logged(again, "loss") == logged(whole, "loss")
+
+
 def test_a_pipeline_is_shuffled_by_seed_and_epoch(tmp_path: Any) -> None:
     import tensorflow as tf
 
@@ -141,6 +158,12 @@ def test_unknown_lengths_need_max_steps_and_readable_data_is_needed(tmp_path: An
         trainer(tmp_path, data=Stream(), max_steps=-1)
     with pytest.raises(ArgumentsError, match="has no length"):
         trainer(tmp_path, data=pipeline().repeat(), max_steps=-1)
+    with pytest.raises(DataError, match="the evaluation pipeline never ends"):
+        trainer(tmp_path, evaluation=pipeline().batch(4).repeat()).evaluate()
+    with pytest.raises(DataError, match="has arrays of 9 and 12 rows"):
+        trainer(tmp_path, data=(arrays(12)[0], arrays(9)[1])).train()
+    with pytest.raises(DataError, match="not a tuple of 3; .* sample weights as one of them"):
+        trainer(tmp_path, data=(*arrays(12), np.ones(12))).train()
     with pytest.raises(DataError, match="can be read only once"):
         trainer(tmp_path, data=iter(rows(4)), max_steps=1).train()
     with pytest.raises(DataError, match="is empty"):
@@ -180,7 +203,12 @@ def test_an_override_may_bring_its_own_batches(tmp_path: Any) -> None:
     made = trainer(tmp_path, cls=Mine, num_train_epochs=2, max_steps=-1, evaluation=rows(3))
     made.train()
     assert (made.state.global_step, made._loopwright.run.progress.samples_seen) == (4, 24)
-    assert made.evaluate()["eval_loss"] > 0
+    known = made.evaluate()["eval_loss"]
+    made.get_eval_tfdataset = lambda eval_dataset=None: (pipeline(5).batch(3).repeat(), 2, 5)
+    assert made.evaluate()["eval_loss"] == known > 0
+    made.get_eval_tfdataset = lambda eval_dataset=None: pipeline(5).repeat().batch(3)
+    with pytest.raises(DataError, match="a pipeline that never ends"):
+        made.evaluate()
 
 
 def test_several_named_evaluation_sets(tmp_path: Any) -> None:

@@ -117,3 +117,4 @@ def test_moving_means_stay_the_same_on_all_replicas_and_bad_updates_can_be_left_
     assert logged(made, "nonfinite_steps") == [1]
     for mine, theirs in zip(weights(made), before, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+    assert all(np.isfinite(variable.numpy()).all() for variable in moving)

@@ -12,6 +12,7 @@ import numpy as np
 from ..core.update import Update
 from ..errors import ModelError
 from ..keras.data.host_batch import HostBatch, mapped, pad_rows, with_row_weights
+from ..keras.optim.optimizers import scales_loss
 from ..keras.rng import RandomStreams
 from ..keras.strategy import KerasStrategy, UpdateRules
 
@@ -34,7 +35,7 @@ class JaxStrategy(KerasStrategy):
         return f"{len(self.devices)} x {name}" if len(self.devices) > 1 else name
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        if hasattr(optimizer, "dynamic_scale"):
+        if scales_loss(optimizer):
             raise ModelError("JAXTrainer does not scale the loss, as float16 needs; use bfloat16 (bf16=True)")
         self.optimizer, self.trained = optimizer, list(self.model.trainable_variables)
         if not optimizer.built:
@@ -106,8 +107,10 @@ class JaxStrategy(KerasStrategy):
         moved, new_slots = self.optimizer.stateless_apply(slots, [each * scale for each in gradients], trained)
         if self.rules.veto != "continue":
             fine = jnp.isfinite(loss + norm)
-            moved, new_slots = jax.tree.map(
-                lambda new, old: jnp.where(fine, new, old), (list(moved), list(new_slots)), (trained, list(slots))
+            moved, new_slots, states = jax.tree.map(
+                lambda new, old: jnp.where(fine, new, old),
+                (list(moved), list(new_slots), list(states)),
+                (trained, list(slots), values[1]),
             )
         return loss, norm, (list(moved), list(states), list(new_slots))
 

@@ -18,7 +18,7 @@ from ..core.user_code.overrides import is_overridden
 from ..errors import DataError, MetricError
 from ..notices import logger
 from .data.host_batch import HostBatch
-from .data.sources import Columns, Source, is_columns, is_tf_data
+from .data.sources import INFINITE, Columns, Source, is_columns, is_tf_data
 from .part import KerasPart
 from .strategy import plain_errors
 
@@ -49,11 +49,15 @@ class KerasEvaluation(KerasPart, Evaluation):
 
     def _as_source(self, given: Any) -> Source:
         """The source for the result of an overridden get_*_tfdataset: (dataset, steps, examples), or the dataset."""
-        dataset = given[0] if isinstance(given, tuple) else given
+        dataset, steps, *_ = (*given, None) if isinstance(given, tuple) else (given, None)
         if isinstance(dataset, Source):
             return dataset
         if not is_tf_data(dataset):
             raise DataError(f"the override returned a {type(dataset).__name__}; return a batched tf.data pipeline")
+        if int(dataset.cardinality()) == INFINITE:
+            if steps is None:
+                raise DataError("the override returned a pipeline that never ends; return (dataset, steps, examples)")
+            dataset = dataset.take(steps)
         return self.internals.data.open_pipeline(dataset)
 
     def _run_loop(
@@ -75,7 +79,7 @@ class KerasEvaluation(KerasPart, Evaluation):
         prediction_loss_only: bool | None = None,
     ) -> PredictionOutput:
         """Predictions, labels and metrics of batches, as evaluation and prediction compute them."""
-        source = dataset if isinstance(dataset, Source) else self._as_source(dataset)
+        source = dataset if isinstance(dataset, Source) else self._as_source((dataset, steps))
         prefix = getattr(self, "_prefix", "eval")
         output = self._evaluation(source, description, prediction_loss_only, None, prefix)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)

@@ -15,7 +15,7 @@ from .arguments import TFTrainingArguments
 from .gradients import TFLossStep
 from .old_checkpoints import OldCheckpoints
 from .pipelines import TFDataSource
-from .strategy import TFStrategy
+from .strategy import TFStrategy, undivided_losses
 from .summary_writer import SummaryWriterCallback
 from .variables import in_scope, rebuilt
 
@@ -33,7 +33,13 @@ class TFEvaluation(KerasEvaluation):
     strategy: TFStrategy
 
     def _compile_prediction(self) -> Any:
-        return tf.function(self._predicted, reduce_retracing=True)
+        predict = tf.function(self._predicted, reduce_retracing=True)
+
+        def call(batch: Any, items: Any) -> Any:
+            with undivided_losses():
+                return predict(batch, items)
+
+        return call
 
     def _predicted(self, batches: Any, items: Any) -> tuple[Any, Any, Any]:
         """Outputs of the local replicas, and loss and items summed over replicas."""

@@ -36,6 +36,8 @@ class TFDataSource(Source):
         self._dataset, self._size, self._drop, self._finish = dataset, size, drop_last, finish
         self._seed, self._batched = shuffle_seed, batched
         self._iterator: Any = None
+        self._begun = 0
+        """Epochs that were begun in this process."""
         self.cannot_save: str | None = None
         """Why TensorFlow could not save the iterator, after a failed attempt."""
         known = int(dataset.cardinality())
@@ -60,26 +62,40 @@ class TFDataSource(Source):
     def open(
         self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
     ) -> Iterator[HostBatch]:
-        pipeline = self._pipeline(epoch)
-        self._iterator = iter(pipeline.prefetch(2))
-        if batches and not self._put_back(state):
+        pipeline, is_over = self._pipeline(epoch), bool(batches) and batches == self.batches
+        restores = bool(batches) and state is not None and not is_over
+        self._begin_earlier(epoch + is_over - restores)  # restoring begins one epoch more
+        self._begun, self.position = epoch + 1, batches
+        if is_over:
+            return
+        if not batches:
+            self._iterator = iter(pipeline.prefetch(2))
+        elif not restores or not self._put_back(pipeline, state):
             if skipping is not None:
                 skipping()
             self._iterator = iter(pipeline.skip(batches).prefetch(2))
-        self.position = batches
         for element in self._iterator:
             self.position += 1
             yield self._finish(element)
 
-    def _put_back(self, state: Any) -> bool:
+    def _begin_earlier(self, epochs: int) -> None:
+        """Begin the epochs that another process has read: TensorFlow draws the order of a `shuffle` each time."""
+        for _ in range(self._begun, epochs):
+            iter(self._dataset)
+
+    def _put_back(self, pipeline: Any, state: Any) -> bool:
         """Restore the iterator's state; returns whether that succeeded."""
-        if state is None:
-            return False
+        self._iterator = iter(pipeline.prefetch(2))
         try:
             tf.train.Checkpoint(iterator=self._iterator).read(str(Path(state) / self.STATE)).assert_consumed()
         except (tf.errors.OpError, AssertionError):
             return False
         return True
+
+    def first(self) -> HostBatch | None:
+        found = super().first()
+        self._begun = 0
+        return found
 
     def files(self) -> Path | None:
         if self._iterator is None or self.cannot_save:

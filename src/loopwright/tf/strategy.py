@@ -6,8 +6,8 @@ clipping, the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class TFStrategy(KerasStrategy):
         self.distribution, self.xla, self._apply = distribution, xla, apply
         self._states: list[Any] = []
         self._compiled: Any = None
+        self._states_before: list[Any] = []
+        """Moving means before the update that is traced, if it may be skipped."""
         self._broken: Any = None
 
     @property
@@ -95,7 +97,7 @@ class TFStrategy(KerasStrategy):
         loop = len(batches) > 1 and can_be_stacked(batches)
         given = self.placed(batches, loop=loop)
         numbers = np.array([max(update.total_items or 1, 1), self.learning_rate or 0.0], np.float32)
-        with plain_errors():
+        with plain_errors(), undivided_losses():
             loss, self._norm, self._moved = self._compiled(given, numbers, loop)
         return loss
 
@@ -131,6 +133,8 @@ class TFStrategy(KerasStrategy):
     def _update(self, batches: Any, numbers: Any, loop: bool) -> Any:
         """The compiled update, in cross-replica context; `numbers` are its items and its learning rate."""
         items = numbers[0]
+        skips = self.rules.veto != "continue"
+        self._states_before = [tf.identity(raw(variable)) for variable in self._states] if skips else []
         if self.learning_rate is not None:
             self.optimizer.learning_rate.assign(numbers[1])
         if not self.spreads:
@@ -211,6 +215,8 @@ class TFStrategy(KerasStrategy):
         if self._broken is not None:
             fine = tf.logical_and(fine, tf.logical_not(self._broken))
         self._step_if(fine, gradients)
+        for variable, before in zip(map(raw, self._states), self._states_before, strict=False):
+            variable.assign(tf.where(fine, variable, before))  # a NaN would stay in a moving mean
         return tf.logical_and(fine, tf.math.is_finite(norm)) if self.scales else None
 
     def _step_if(self, fine: Any, gradients: list[Any]) -> None:
@@ -316,6 +322,23 @@ class TFStrategy(KerasStrategy):
         found = [tf.config.experimental.get_memory_info(name) for name in _gpus()]
         sums = {name: sum(each[key] for each in found) for name, key in (("allocated", "current"), ("peak", "peak"))}
         return sums if found else {}
+
+
+@contextmanager
+def undivided_losses() -> Iterator[None]:
+    """Context manager: a Keras loss that a user's code calls is the mean over its replica.
+
+    Keras divides it by the number of replicas, but here the sum over replicas is divided by its items.
+    """
+    from keras.src.losses import loss as module
+
+    name = "scale_loss_for_distribution"
+    divide = getattr(module, name, None)  # older versions of Keras divide in `fit`
+    try:
+        setattr(module, name, lambda value: value)
+        yield
+    finally:
+        setattr(module, name, divide)
 
 
 def _gpus() -> list[str]:

@@ -20,7 +20,6 @@ class ShapeGuard:
         self._count, self._allowed = count, allowed
         self._first = count()
         self._known: list[Signature] = []
-        self._last: Signature | None = None
         self._changed = ""
         self._told = False
         self.tell: Callable[[str], None] | None = None
@@ -42,7 +41,6 @@ class ShapeGuard:
         if now not in self._known:
             self._changed = difference(self._known[-1], now) if self._known else ""
             self._known.append(now)
-        self._last = now
 
     def check(self) -> None:
         """Warn once if more graphs were compiled than allowed, with the input that changed; an error in strict mode."""

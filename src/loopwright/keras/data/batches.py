@@ -17,6 +17,7 @@ from ...errors import ArgumentsError, DataError
 from ..part import KerasPart
 from .host_batch import HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
 from .sources import (
+    INFINITE,
     MapSource,
     Source,
     StreamSource,
@@ -74,6 +75,8 @@ class KerasData(KerasPart, DataPart):
         return StreamSource(dataset, collate, size=size, drop_last=drop, finish=finish)
 
     def _pipeline_source(self, dataset: Any, what: str, size: int, *, training: bool, drop: bool) -> Source:
+        if not training and int(dataset.cardinality()) == INFINITE:
+            raise DataError(f"the {what} pipeline never ends; pass dataset.take(number)")
         batched = is_batched(dataset)
         if batched:
             self.notices.warn_once(

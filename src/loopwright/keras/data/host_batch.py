@@ -96,7 +96,10 @@ def split_batch(batch: Any, label_names: list[str] | None) -> tuple[Any, Any]:
             return batch[0], None
         if len(batch) == 2:
             return batch
-        raise DataError(f"a batch is (features, labels), not a tuple of {len(batch)}; use a dict for more inputs")
+        raise DataError(
+            f"a batch is (features, labels), not a tuple of {len(batch)}; pass several inputs as a dict, and sample "
+            "weights as one of them, to be multiplied in an override of compute_loss"
+        )
     if not isinstance(batch, Mapping):
         return batch, None
     names = [name for name in (label_names or LABEL_COLUMNS) if name in batch]

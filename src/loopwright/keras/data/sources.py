@@ -23,6 +23,9 @@ Finish = Callable[[Any], HostBatch]
 
 Skipping = Callable[[], None] | None
 
+INFINITE = -1
+"""The cardinality of a tf.data pipeline that never ends."""
+
 BATCHES = ("keras.PyDataset", "tf_keras.Sequence")
 """Classes whose items are batches, not samples."""
 
@@ -150,9 +153,7 @@ def is_columns(dataset: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     """Whether a value is an array with rows, of any library."""
-    return isinstance(value, np.ndarray) or (
-        hasattr(value, "dtype") and hasattr(value, "__array__") and len(value.shape) > 0
-    )
+    return isinstance(value, np.ndarray) or (hasattr(value, "__array__") and len(getattr(value, "shape", ())) > 0)
 
 
 class Columns:
@@ -196,6 +197,9 @@ def check_data(dataset: Any, what: str) -> None:
             f"the {what} dataset is a {type(dataset).__name__}, whose items are batches; pass a dataset of samples, or "
             "convert it with tf.data.Dataset.from_generator and rebatch"
         )
+    lengths = {len(part) for part in leaves(dataset) if _is_array(part)} if isinstance(dataset, tuple) else ()
+    if len(lengths) > 1:
+        raise DataError(f"the {what} dataset has arrays of {' and '.join(map(str, sorted(lengths)))} rows")
     known = is_tf_data(dataset) or is_map_style(dataset) or hasattr(dataset, "__iter__") or callable(dataset)
     if not known:
         raise DataError(f"the {what} dataset is a {type(dataset).__name__}; pass tf.data, arrays, samples or a stream")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras import ops, tree
+from keras.src import backend as keras_backend
 
 from ...errors import ModelError
 from ..data.host_batch import IGNORED, leaves
@@ -19,10 +20,18 @@ class KerasLoss:
         self._weights = _loss_weights(model)
         self._loss: Any = None if _is_nested(model.loss) else as_loss(model.loss, family)
 
-    @property
-    def from_logits(self) -> bool:
-        """Whether the loss expects logits instead of probabilities."""
-        return bool(getattr(self._loss, "_fn_kwargs", getattr(self._loss, "__dict__", {})).get("from_logits", False))
+    def options_of_cross_entropy(self) -> dict[str, Any]:
+        """The options and the weight of a sparse cross entropy of one output; an error for any other loss."""
+        found, losses = list(leaves(self._model.loss)), self._family.losses
+        loss = as_loss(found[0], self._family) if len(found) == 1 else None
+        is_known = isinstance(loss, losses.SparseCategoricalCrossentropy)
+        if not is_known and getattr(loss, "fn", None) is not losses.sparse_categorical_crossentropy:
+            raise ModelError(
+                "label_smoothing_factor replaces a sparse categorical cross entropy, but the model was compiled with "
+                "another loss; set it to 0"
+            )
+        weight = next(leaves(self._weights), 1.0)
+        return {**getattr(loss, "_fn_kwargs", {}), "loss_weight": weight}
 
     @property
     def reductions(self) -> set[str]:
@@ -43,10 +52,6 @@ class KerasLoss:
         """The weighted sum of the losses of all outputs: means over their items, so together a mean over rows."""
         rows = ops.cast(ops.shape(tree.flatten(outputs)[0])[0], "float32")
         items = rows if weights is None else ops.sum(weights)
-        if is_legacy(self._family):
-            weighed = None if weights is None else tree.map_structure(lambda _: weights, labels)
-            mean = self._model.compiled_loss(labels, outputs, sample_weight=weighed)
-            return ops.cast(mean, "float32") * rows, items  # a mean over all rows, padding included
         found = _named(outputs, getattr(self._model, "output_names", None), "outputs")
         names = list(found)
         losses = _named(self._loss or self._model.loss, names, "losses")
@@ -88,14 +93,12 @@ def as_loss(loss: Any, family: Any) -> Any:
 
 def summed_loss(loss: Any, labels: Any, outputs: Any, weights: Any, *, family: Any) -> tuple[Any, Any]:
     """The sum of the loss of one output over its items, and their number."""
-    mask = _mask_of(outputs)
+    mask = mask_of(outputs)
     outputs = ops.cast(outputs, "float32")
     labels = ops.convert_to_tensor(labels)
     labels = labels if is_integer(labels) else ops.cast(labels, "float32")
-    has_own_reduction = type(loss).__call__ is not family.losses.Loss.__call__
-    function = loss if has_own_reduction else loss.call
-    values, counted = _values_and_counted(function, labels, outputs)
-    masks = [mask, _mask_of(values)]
+    values, counted = _values_and_counted(_called(loss, family), labels, outputs)
+    masks = [mask, mask_of(values)]
     values = ops.cast(values, "float32")
     if len(values.shape) == 0:  # a mean over the rows
         rows = ops.cast(ops.shape(outputs)[0], "float32") if weights is None else ops.sum(weights)
@@ -109,12 +112,23 @@ def summed_loss(loss: Any, labels: Any, outputs: Any, weights: Any, *, family: A
     return ops.sum(ops.where(counted > 0, values * counted, 0.0)), ops.sum(counted)
 
 
+def _called(loss: Any, family: Any) -> Any:
+    """The loss as a function of labels and outputs, without its reduction."""
+    if type(loss).__call__ is not family.losses.Loss.__call__:  # has a reduction of its own
+        return loss
+    written = getattr(loss, "fn", type(loss).call)
+    if is_legacy(family) or str(getattr(written, "__module__", "")).split(".")[0] == family.__name__:
+        return loss.call
+    # Keras 3 passes floating point labels to a user's function, also for integer data.
+    return lambda labels, outputs: loss.call(ops.cast(labels, "float32"), outputs)
+
+
 def _values_and_counted(function: Any, labels: Any, outputs: Any) -> tuple[Any, Any]:
     """The values of a loss, and 1 for those that count; integer labels of -100 never do."""
     if not is_integer(labels):
         values = function(labels, outputs)
         return values, ops.ones_like(ops.cast(values, "float32"))
-    is_counted = labels != IGNORED
+    is_counted = counted_labels(labels)
     values = function(ops.where(is_counted, labels, ops.zeros_like(labels)), outputs)
     counted = ops.cast(is_counted, "float32")
     if len(counted.shape) == len(values.shape) + 1 and counted.shape[-1] == 1:
@@ -136,7 +150,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _loss_weights(model: Any) -> Any:
-    compiled = getattr(model, "_compile_loss", None)
+    compiled = getattr(model, "_compile_loss", None) or getattr(model, "compiled_loss", None)
     return getattr(model, "loss_weights", None) or getattr(compiled, "_user_loss_weights", None)
 
 
@@ -155,8 +169,18 @@ def per_row(weights: Any, values: Any) -> Any:
     return ops.reshape(weights, [-1] + [1] * (len(values.shape) - 1))
 
 
-def _mask_of(tensor: Any) -> Any:
-    return getattr(tensor, "_keras_mask", None)
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras keeps with a tensor: as an attribute, or beside traced arrays of JAX."""
+    found = getattr(tensor, "_keras_mask", None)
+    kept = getattr(keras_backend, "get_keras_mask", None)
+    return found if found is not None or kept is None else kept(tensor)
+
+
+def counted_labels(labels: Any) -> Any:
+    """Which integer labels are not -100, a number that unsigned ones cannot have."""
+    if keras_dtype(labels).startswith("uint"):
+        return ops.ones_like(labels, dtype="bool")
+    return labels != IGNORED
 
 
 def find_keras_loss(model: Any, family: Any) -> KerasLoss | None:

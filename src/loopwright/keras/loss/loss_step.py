@@ -12,10 +12,10 @@ from ...core.part import LossPart
 from ...core.update import Update
 from ...core.user_code.overrides import accepts, adapt, names_parameter
 from ...errors import ModelError
-from ..data.host_batch import IGNORED, count_targets
+from ..data.host_batch import count_targets
 from ..models import call_model, loss_and_outputs
 from ..part import KerasPart
-from .compiled_loss import is_integer, per_row, regularization
+from .compiled_loss import counted_labels, is_integer, per_row, regularization
 from .smoothing import smoothed
 
 
@@ -139,7 +139,7 @@ class LossStep(KerasPart, LossPart):
             return ops.sum(loss) * items, items
         counted = ops.ones_like(loss)
         if hasattr(labels, "shape") and is_integer(labels) and _same_shape(labels, loss):  # a loss per label
-            counted = ops.cast(labels != IGNORED, "float32")
+            counted = ops.cast(counted_labels(labels), "float32")
         weights = self.row_weights
         if weights is not None and loss.shape[0] in (None, weights.shape[0]):
             counted *= per_row(weights, loss)
@@ -155,7 +155,7 @@ class LossStep(KerasPart, LossPart):
         if isinstance(labels, (Mapping, tuple, list)) or not is_integer(labels):
             return samples
         counted = labels[:, 1:] if self.internals.info.shifts and len(labels.shape) > 1 else labels
-        wanted = ops.cast(counted != IGNORED, "float32")
+        wanted = ops.cast(counted_labels(counted), "float32")
         if self.row_weights is not None:
             wanted *= per_row(self.row_weights, wanted)
         return ops.sum(wanted)
@@ -170,10 +170,8 @@ class LossStep(KerasPart, LossPart):
                 )
             options = {"num_items_in_batch": items} if accepts(function, "num_items_in_batch") else {}
             return function(outputs, labels, **options)
-        from_logits = self.internals.keras_loss is None or self.internals.keras_loss.from_logits
-        total, items = smoothed(
-            outputs, labels, self.args.label_smoothing_factor, self.row_weights, from_logits=from_logits
-        )
+        factor, compiled = self.args.label_smoothing_factor, self.internals.keras_loss
+        total, items = smoothed(outputs, labels, factor, self.row_weights, loss=compiled)
         extra = regularization(self.model)
         return (total if extra is None else total + extra * items), items
 

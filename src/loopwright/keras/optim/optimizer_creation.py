@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import ModelError
 from ..models import compute_dtypes, trainable
 from ..part import KerasPart
-from .optimizers import build_optimizer, number
+from .optimizers import build_optimizer, number, scales_loss
 from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
 
 
@@ -38,10 +38,11 @@ class KerasOptim(KerasPart):
         if self.trainer.optimizer is None:
             self.trainer.optimizer = build_optimizer(self.args, trainable(self.model), self.internals.info.family)
             self._base_rate, self._rated = self.args.learning_rate, self.trainer.optimizer
-        own = getattr(self.trainer.optimizer, "_learning_rate", None)
+        inner = getattr(self.trainer.optimizer, "inner_optimizer", self.trainer.optimizer)
+        own = getattr(inner, "_learning_rate", None)
         if self.trainer.lr_scheduler is not None and not hasattr(self.trainer.lr_scheduler, "state_dict"):
             own = self.trainer.lr_scheduler  # a Keras schedule is assigned to the optimizer
-            if not is_keras_schedule(self.trainer.optimizer._learning_rate):
+            if not is_keras_schedule(inner._learning_rate):
                 self.trainer.optimizer.learning_rate = own
             self.trainer.lr_scheduler = None
         if self.trainer.lr_scheduler is None:
@@ -49,7 +50,7 @@ class KerasOptim(KerasPart):
 
     def _make_scheduler(self, own: Any, num_training_steps: int) -> Any:
         if is_keras_schedule(own):
-            return KerasRate(self.strategy, own)
+            return KerasRate(self.strategy, own, int(number(self.trainer.optimizer.iterations)))
         if self._rated is not self.trainer.optimizer:  # later values were set by the schedule
             self._base_rate, self._rated = number(self.trainer.optimizer.learning_rate), self.trainer.optimizer
         return build_rate(self.args, self.strategy, self._base_rate, num_training_steps)
@@ -63,14 +64,14 @@ class KerasOptim(KerasPart):
                 f"the model was compiled with {type(compiled).__name__}, but {type(used).__name__} is used, as optim "
                 "says; pass optimizers=(model.optimizer, None) to train with the compiled one"
             )
-        if getattr(used, "use_ema", False) and not getattr(used, "ema_overwrite_frequency", None):
+        if getattr(getattr(used, "inner_optimizer", used), "use_ema", False):
             self.notices.warn_once(
                 "the optimizer has use_ema=True, but its averages are not written into the weights at the end, as fit "
                 "does; call trainer.optimizer.finalize_variable_values(trainer.model.trainable_variables) after train()"
             )
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
-        if hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "loss_scale"):
+        if scales_loss(optimizer):
             return optimizer
         with self.strategy.scope():
             if self.internals.info.legacy:

@@ -92,6 +92,11 @@ def is_decayed(variable: Any) -> bool:
     return UNDECAYED.search(variable_name(variable)) is None
 
 
+def scales_loss(optimizer: Any) -> bool:
+    """Whether this is a LossScaleOptimizer of Keras or of tf_keras, also before it is built."""
+    return any("LossScaleOptimizer" in each.__name__ for each in type(optimizer).__mro__)
+
+
 def number(value: Any) -> float:
     """A learning rate as a number; a variable of several replicas has no `float()`."""
     from keras import ops

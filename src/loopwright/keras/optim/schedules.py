@@ -97,8 +97,8 @@ class PlateauRate(ScheduledRate):
 class KerasRate:
     """A Keras schedule that the optimizer applies itself, by its own update count."""
 
-    def __init__(self, strategy: KerasStrategy, schedule: Any) -> None:
-        self.schedule, self.last_epoch = schedule, 0
+    def __init__(self, strategy: KerasStrategy, schedule: Any, done: int) -> None:
+        self.schedule, self.last_epoch = schedule, done
         strategy.learning_rate = None
 
     def __call__(self, step: Any) -> Any:
