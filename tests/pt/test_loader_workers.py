@@ -198,6 +198,26 @@ def test_a_lock_that_a_killed_worker_held_stops_nobody():
     assert not children() - before
 
 
+def test_a_process_does_not_wait_for_workers_when_it_exits(tmp_path):
+    """As after an evaluation whose workers are persistent, and kept for the next one."""
+    script = tmp_path / "script.py"
+    script.write_text(EXITS_BESIDE_WORKERS)
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=40)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+EXITS_BESIDE_WORKERS = """
+from torch.utils.data import default_collate
+
+from loopwright import TrainingArguments
+from loopwright.pt.data.loaders import build_loader
+
+args = TrainingArguments("out", dataloader_num_workers=1, use_cpu=True)
+batches = iter(build_loader([1, 2, 3, 4], args=args, batch_size=1, collate_fn=default_collate))
+next(batches)
+"""
+
+
 def _worker_loop(done_event) -> None:
     """Named and written like torch's loop, interrupted where it holds the event's lock."""
     outlive_signals(0)

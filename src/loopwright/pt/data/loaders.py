@@ -22,7 +22,7 @@ from ...errors import ArgumentsError, DataError
 from ...snapshot import restore_rng
 from .loading_errors import NotedInWorker, NotedSamples, raise_for_main
 from .streams import Start, StreamLoader, become_worker, has_exact_state
-from .workers import begin_worker
+from .workers import begin_worker, kill_workers_at_exit
 
 
 def torch_permutation(n: int, seed: int) -> Any:
@@ -301,6 +301,7 @@ def build_loader(
         "persistent_workers": persistent_workers,
     }
     if workers:
+        kill_workers_at_exit()
         options["worker_init_fn"] = begin_worker
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context

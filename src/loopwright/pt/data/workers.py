@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -29,6 +31,19 @@ def begin_worker(worker: int) -> None:
     gc.freeze()
     outlive_signals(worker)
     die_with_parent()
+
+
+@cache
+def kill_workers_at_exit() -> None:
+    """Kill the workers that are alive when this process exits: Python waits for them, and they outlive its SIGTERM."""
+    atexit.register(kill_workers)
+
+
+def kill_workers() -> None:
+    """Kill the workers of all loaders."""
+    for iterator in _iterators_started_since(set()):
+        _stop_watching(iterator)
+        _kill(_workers_of(iterator))
 
 
 def stop_workers(loader: Any) -> None:
@@ -68,16 +83,20 @@ def _workers_of(iterator: _MultiProcessingDataLoaderIter) -> list[Any]:
 def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     """End the workers of an iterator, and kill those that do not exit in PATIENCE seconds."""
     workers = _workers_of(iterator)
-    if getattr(iterator, "_worker_pids_set", False):
-        # Otherwise torch raises an error in this process for each worker that is killed.
-        signal_handling._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
+    _stop_watching(iterator)
     # In a thread: a worker that was killed while it held a lock of the iterator makes torch wait for ever.
     ending = threading.Thread(target=iterator._shutdown_workers, name="end-workers", daemon=True)
     ending.start()
     ending.join(PATIENCE)
     _kill(workers)
     ending.join(PATIENCE)
+
+
+def _stop_watching(iterator: _MultiProcessingDataLoaderIter) -> None:
+    """Without this, torch raises an error in this process for each worker that is killed."""
+    if getattr(iterator, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
 
 
 def _kill(workers: list[Any]) -> None:
