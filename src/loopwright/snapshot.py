@@ -1,7 +1,8 @@
 """Snapshots of RNG states, buffers and gradients, and how to restore them.
 
 Used for everything that is undone: an update interrupted by a signal, a loss that is computed only to find out how it
-is scaled (`pt/sandbox.py`, which restores plain Python state too), the recording of a CUDA graph, counting FLOPs.
+is scaled (`pt/restoring/sandbox.py`, which restores plain Python state too), the recording of a CUDA graph, counting
+FLOPs.
 """
 
 from __future__ import annotations

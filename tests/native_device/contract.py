@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import loopwright
 from loopwright.pt import device_traits
-from loopwright.pt.kept_weights import KeptWeights
+from loopwright.pt.restoring.kept_weights import KeptWeights
 from tests.models import CPU, Tokens, bert_classes, bert_tokens, gpt2, llama, made, pad, samples, t5
 from tests.native_device import device
 from tests.neuron.weighted import WeightedLossTrainer

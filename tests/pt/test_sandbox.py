@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.notices import Notices
-from loopwright.pt.kept_state import first_iterator, iterator_of_loss
-from loopwright.pt.sandbox import HAS_CHANGED, Sandbox, sandbox
+from loopwright.pt.restoring.kept_state import first_iterator, iterator_of_loss
+from loopwright.pt.restoring.sandbox import HAS_CHANGED, Sandbox, sandbox
 from tests import models
 from tests.models import Tokens, made, samples, trainer_of
 
@@ -484,7 +484,7 @@ def test_a_large_teacher_in_the_model_is_restored() -> None:
 
 def test_arrays_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer may hold its data, which would not fit into memory twice."""
-    monkeypatch.setattr("loopwright.pt.kept_state.MOST_IN_ALL", 5)
+    monkeypatch.setattr("loopwright.pt.restoring.kept_state.MOST_IN_ALL", 5)
     trainer = SimpleNamespace(data=[np.zeros(2), torch.zeros(2), np.zeros(2), np.zeros(1)])
     with sandbox(nn.Linear(1, 1), trainer):
         for each in trainer.data:
@@ -493,7 +493,7 @@ def test_arrays_are_copied_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_data_is_not_copied_where_a_loss_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopwright.pt.kept_state.MOST_IN_ALL", 2)
+    monkeypatch.setattr("loopwright.pt.restoring.kept_state.MOST_IN_ALL", 2)
     data, center = [np.zeros(2)], np.zeros(2)
     trainer = SimpleNamespace(train_dataset=data, compute_loss_func=lambda: (data, center))
     with sandbox(nn.Linear(1, 1), trainer):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.pt.checkpoint.module_state import ModuleState
-from loopwright.pt.sandbox import sandbox
+from loopwright.pt.restoring.sandbox import sandbox
 from tests.models import Tokens, made, samples, trainer_of
 
 DATA = samples((8, 9, 6, 12, 7, 3, 8, 5))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import loopwright.pt.kept_weights as kept_weights
+import loopwright.pt.restoring.kept_weights as kept_weights
 import loopwright.speed.planner.cost as cost
 import loopwright.speed.planner.regions as regions
 import loopwright.speed.proof.distance as distance
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.acceleration import Acceleration
-from loopwright.pt.kept_weights import KeptWeights
 from loopwright.pt.loss.probe import LossProbe
+from loopwright.pt.restoring.kept_weights import KeptWeights
 from loopwright.speed.cuda_graphs.recorder import GraphedStep
 from loopwright.speed.fused_loss.cross_entropy import ALIGNED
 from loopwright.speed.output_layer import PaddedHead, output_head

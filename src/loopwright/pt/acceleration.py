@@ -43,7 +43,7 @@ from .measure.token_counter import operations_per_token
 from .model.options import checkpoint_activations, compile_as_asked, compile_key, recomputing_policies
 from .part import TorchPart
 from .precision import Autocast, Precision
-from .sandbox import sandbox
+from .restoring.sandbox import sandbox
 
 FILE_NAME = "speed_plan.json"
 KEEP_BATCHES = {

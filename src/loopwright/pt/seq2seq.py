@@ -31,7 +31,7 @@ from .evaluation.prompts import answers_of, prompts_of
 from .evaluation.read_ahead import ACTS_BETWEEN, ReadAhead, acts_between_batches
 from .hooks import TorchHooks
 from .internals import TorchInternals
-from .sandbox import sandbox
+from .restoring.sandbox import sandbox
 from .strategies.base import on_host
 from .trainer import Trainer
 

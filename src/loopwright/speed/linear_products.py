@@ -42,6 +42,8 @@ def onednn_is_faster() -> bool:
     """Whether this processor has AVX-512, but is not one for which MKL uses it. Not measured: two runs must agree."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # not part of torch's interface
+        return False
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return has_avx512 and bool(torch.backends.mkldnn.enabled) and "AuthenticAMD" in _processor()
 

@@ -18,10 +18,10 @@ from ...speed.proof.audit import is_turn
 from ...speed.users_loss import users_loss_of
 from ..data.columns import innermost
 from ..devices import is_lazy
-from ..kept_state import first_iterator, iterator_of_loss
 from ..part import TorchPart
 from ..precision import Autocast
-from ..sandbox import sandbox
+from ..restoring.kept_state import first_iterator, iterator_of_loss
+from ..restoring.sandbox import sandbox
 from .accounting import LossAccounting
 from .denominator import SAMPLES, Denominator
 from .find import find_loss

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...speed.proof.dropout import without_dropout
 from ..data.static_shapes import IGNORED
-from ..sandbox import Sandbox, sandbox
+from ..restoring.sandbox import Sandbox, sandbox
 from .targets import LossKind, check_loss, count_targets, find_targets
 
 ComputeLoss = Callable[[dict[str, Any], Any], Any]

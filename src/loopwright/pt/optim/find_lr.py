@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from ...core.update import whole_batch
 from ...errors import ArgumentsError, BusyError, DataError, NotAvailable
 from ..data.loaders import announce_epoch
-from ..sandbox import sandbox
+from ..restoring.sandbox import sandbox
 from .learning_rates import initial_lr, set_lr
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..speed.users_loss import users_loss_of
-from .data.columns import innermost
-from .devices import is_lazy
+from ...speed.users_loss import users_loss_of
+from ..data.columns import innermost
+from ..devices import is_lazy
 from .kept_weights import is_sharded, parameters_of
 from .refilling import Undo, copied, random_stream, refilling
 from .shared_state import is_users_code, is_users_module, may_have_state, names_in, restoring_class, restoring_globals

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..snapshot import Snapshot
-from .devices import is_lazy
+from ...snapshot import Snapshot
+from ..devices import is_lazy
 from .kept_state import KeptState, is_writable
 from .kept_weights import KeptWeights, parameters_of
 

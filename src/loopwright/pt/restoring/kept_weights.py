@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .devices import is_lazy
+from ..devices import is_lazy
 
 ON_HOST, ON_DEVICE = 8_000_000, 64_000_000
 """Most weights of which all are copied, on the host and on a device."""
