@@ -546,3 +546,14 @@ def test_a_model_of_many_modules_is_kept_quickly() -> None:
     for _ in range(10):
         Sandbox(model).restore()
     assert time.perf_counter() - started < 60  # it took minutes
+
+
+def test_objects_of_generated_classes_that_have_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Note, "__module__", None)
+    model = nn.Linear(1, 1)
+    model.note = Note()
+    with sandbox(model):
+        model.note.count += 1
+        model.note.seen.append(2)
+    assert model.note.count == 0
+    assert model.note.seen == [1]

@@ -376,7 +376,7 @@ def _write(owner: Any, slots: dict[Slot, Any]) -> None:
 
 
 def _is_of_a_library(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in LIBRARIES
+    return (type(value).__module__ or "").partition(".")[0] in LIBRARIES
 
 
 def _is_written_here(value: Any) -> bool:

@@ -33,9 +33,9 @@ def restoring_globals(place: dict[str, Any], names: Iterable[str], *, home: str)
     return _restoring(place, lambda: names, place.__setitem__, place.__delitem__, all_of_it=is_users_module(home))
 
 
-def may_have_state(home: str) -> bool:
-    """Whether classes and functions of this module may hold state that a loss changes."""
-    return home.partition(".")[0] not in LIBRARIES
+def may_have_state(home: str | None) -> bool:
+    """Whether classes and functions of this module may hold state that a loss changes; generated code has no module."""
+    return (home or "").partition(".")[0] not in LIBRARIES
 
 
 def is_users_code(thing: Any) -> bool:
