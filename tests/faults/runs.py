@@ -12,10 +12,12 @@ import random
 import signal
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -345,8 +347,8 @@ def killed(folder: str, *, forward: int, resume: Any = "auto", **options: Any) -
     finish(trainer, resume)
 
 
-SENT: list[int] = []
-"""The signals this process has sent itself: not on an object of the run, which is put back after a loss was tried."""
+SENT = SimpleNamespace(signals=[], lock=threading.Lock())
+"""The signals this process has sent itself; with a lock, because other state is restored after a loss was tested."""
 
 
 class Sender(TrainerCallback):
@@ -361,9 +363,9 @@ class Sender(TrainerCallback):
         self._seen_before = len(self.trainer.model.seen)
 
     def send(self) -> None:
-        if SENT:
+        if SENT.signals:
             return
-        SENT.append(self.number)
+        SENT.signals.append(self.number)
         self.trainer.trace.write(f"signal in {self.where} at {self.trainer.state.global_step}")
         for _ in range(self.times):
             os.kill(os.getpid(), self.number)
