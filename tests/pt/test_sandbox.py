@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial, partialmethod
@@ -403,6 +404,20 @@ def in_an_iterator() -> Any:
     return SimpleNamespace(compute_loss_func=loss), loss, lambda: numbers.__length_hint__()
 
 
+NUMBERS = itertools.count(5)
+
+
+def in_global_iterators() -> Any:
+    class Loss:
+        entries = iter([1, 2, 3])
+
+        def __call__(self) -> None:
+            next(NUMBERS), next(self.entries)
+
+    loss = Loss()
+    return SimpleNamespace(compute_loss_func=loss), loss, lambda: (NUMBERS, loss.entries.__length_hint__())
+
+
 def of_leaves() -> Any:
     weights, beside = torch.ones(2, requires_grad=True), Remembering()
 
@@ -430,7 +445,7 @@ def of_a_loss_with_attributes_of_trainers() -> Any:
 @pytest.mark.parametrize(
     "place",
     [discriminator, in_partial, in_defaults, in_slots, in_globals, in_a_module, of_class, in_closures_of_methods,
-     in_an_iterator, of_leaves, of_a_loss_with_attributes_of_trainers],
+     in_an_iterator, in_global_iterators, of_leaves, of_a_loss_with_attributes_of_trainers],
 )  # fmt: skip
 def test_state_of_a_loss_is_found_wherever_it_is(place: Any) -> None:
     trainer, act, look = place()
@@ -557,3 +572,54 @@ def test_objects_of_generated_classes_that_have_no_module(monkeypatch: pytest.Mo
         model.note.seen.append(2)
     assert model.note.count == 0
     assert model.note.seen == [1]
+
+
+class Guarded:
+    """Has a slot that is not set, one that a property hides, and an own way to look up attributes."""
+
+    __slots__ = ("_cache", "data", "hidden")
+
+    def __init__(self) -> None:
+        self.data, self.hidden = {"rate": 1.0}, 1
+
+    def __getattr__(self, name: str) -> Any:
+        return self.data[name]
+
+
+class Hiding(Guarded):
+    __slots__ = ()
+
+    @property
+    def hidden(self) -> str:
+        return "hidden"
+
+
+def test_slots_are_read_and_written_by_themselves() -> None:
+    held, slot = Hiding.__new__(Hiding), Guarded.__dict__["hidden"]
+    Guarded.data.__set__(held, {"rate": 1.0})  # type: ignore[attr-defined]
+    slot.__set__(held, 1)
+    with sandbox(nn.Linear(1, 1), SimpleNamespace(held=held)):
+        slot.__set__(held, 2)
+        held._cache = [1]
+    assert slot.__get__(held) == 1
+    with pytest.raises(KeyError):
+        held._cache  # noqa: B018
+
+
+def test_a_module_imported_by_a_loss_stays_bound() -> None:
+    def loss() -> None:
+        LOSSES.imported = ModuleType("losses.imported")  # as an import of a part of a package does
+
+    with sandbox(nn.Linear(1, 1), SimpleNamespace(compute_loss_func=loss)):
+        loss()
+    assert LOSSES.imported.__name__ == "losses.imported"
+    del LOSSES.imported
+
+
+def test_what_cannot_be_copied_is_left_alone() -> None:
+    gone = Note()
+    proxy = weakref.proxy(gone)
+    del gone
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with sandbox(nn.Linear(1, 1), SimpleNamespace(entries=[proxy], nested=nested)):
+        pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -144,3 +146,24 @@ def test_it_is_used_where_mkl_has_no_code_for_the_processor(
     assert onednn_is_faster() is expected
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert not onednn_is_faster()
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights(faster: None) -> None:
+    model = nn.Sequential(nn.Linear(5, 3))
+    with LinearProducts(model).active():
+        teacher, stored = copy.deepcopy(model), pickle.dumps(model)
+    given, expected = torch.randn(4, 5), model(torch.ones(4, 5))
+    before = teacher(given)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(teacher(given), before)
+    assert torch.allclose(pickle.loads(stored)(torch.ones(4, 5)), expected)
+
+
+def test_a_frozen_layer_keeps_no_input_for_its_gradient(faster: None) -> None:
+    model, kept = nn.Linear(5, 3), []
+    model.weight.requires_grad_(False)
+    given = torch.randn(4, 5, requires_grad=True)
+    with LinearProducts(model).active(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda value: value):
+        model(given)
+    assert [each.data_ptr() for each in kept] == [model.weight.data_ptr()]

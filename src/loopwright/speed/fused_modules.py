@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ NORMS = ("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm")
 
 
 class FusedModules:
-    """Replaces the forward of such modules within a context."""
+    """Replaces the forward of such modules within a context.
+
+    What reads the module is a method of it, so that a copy of the model that is made meanwhile uses its own weights.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._found = [(module, forward) for module in model.modules() if (forward := _fused(module)) is not None]
@@ -43,20 +47,18 @@ def _fused(module: nn.Module) -> Callable[..., Any] | None:
         return None
     if kind.__name__ == GELU:
         return _gelu
-    return _rms_norm(module) if kind.__name__ in NORMS else None
+    return MethodType(forward, module) if kind.__name__ in NORMS else None
 
 
 def _gelu(given: Tensor) -> Tensor:
     return F.gelu(given, approximate="tanh")
 
 
-def _rms_norm(module: Any) -> Callable[[Tensor], Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
-        weight = module.weight
-        # The kernel needs one dtype; in double precision the module squares in single precision.
-        if hidden_states.dtype != weight.dtype or weight.dtype is torch.float64:
-            written: Tensor = type(module).forward(module, hidden_states)
-            return written
-        return F.rms_norm(hidden_states, (hidden_states.shape[-1],), weight, module.variance_epsilon)
-
-    return forward
+def forward(module: Any, hidden_states: Tensor) -> Tensor:
+    """The forward of T5's RMS norm while it is replaced."""
+    weight = module.weight
+    # The kernel needs one dtype; in double precision the module squares in single precision.
+    if hidden_states.dtype != weight.dtype or weight.dtype is torch.float64:
+        written: Tensor = type(module).forward(module, hidden_states)
+        return written
+    return F.rms_norm(hidden_states, (hidden_states.shape[-1],), weight, module.variance_epsilon)

@@ -8,9 +8,9 @@ proof of the layout covers.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class LinearProducts(FusedModules):
 
     def __init__(self, model: nn.Module) -> None:
         found = [module for module in model.modules() if type(module) is nn.Linear] if onednn_is_faster() else []
-        self._found = [(module, _forward_of(module)) for module in found if _is_single_on_cpu(module.weight)]
+        self._found = [(module, MethodType(forward, module)) for module in found if _is_single_on_cpu(module.weight)]
 
     @property
     def are_used(self) -> bool:
@@ -57,15 +57,13 @@ def _processor() -> str:
         return platform.processor()
 
 
-def _forward_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    def forward(input: Tensor) -> Tensor:
-        weight, bias = module.weight, module.bias
-        if not _is_supported(input, weight, bias):
-            return F.linear(input, weight, bias)
-        product = _Product.apply(input.reshape(-1, input.shape[-1]), weight, bias)
-        return product.view(*input.shape[:-1], weight.shape[0])
-
-    return forward
+def forward(module: nn.Linear, input: Tensor) -> Tensor:
+    """The forward of a layer while it is replaced."""
+    weight, bias = module.weight, module.bias
+    if not _is_supported(input, weight, bias):
+        return F.linear(input, weight, bias)
+    product: Tensor = _Product.apply(input.reshape(-1, input.shape[-1]), weight, bias)
+    return product.view(*input.shape[:-1], weight.shape[0])
 
 
 def _is_supported(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -85,7 +83,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(left, right)
+        of_left, of_right, _ = ctx.needs_input_grad
+        ctx.save_for_backward(left if of_right else None, right if of_left else None)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
         return product
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from types import CellType, FunctionType, MemberDescriptorType as Slot, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ...speed.users_loss import users_loss_of
 from ..data.columns import innermost
 from ..devices import is_lazy
+from .attributes import DICTS, PLAIN, attributes_of, read_slots, rebinding, write_slots
 from .kept_weights import is_sharded, parameters_of
 from .refilling import Undo, copied, random_stream, refilling
 from .shared_state import is_users_code, is_users_module, may_have_state, names_in, restoring_class, restoring_globals
@@ -31,9 +33,6 @@ MOST_ENTRIES = 10_000
 DEEPEST = 8
 MOST_NUMBERS, MOST_IN_ALL = 32_000_000, 64_000_000
 """Size of the largest array that is copied, and of all of them: a global variable may hold the user's data."""
-PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
-DICTS = frozenset({dict, OrderedDict})
-NO_ITERATORS = PLAIN | DICTS | {list, tuple, set, nn.Parameter, Tensor}
 LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas", "threading", "logging", "_io")
 """Packages whose objects hold no state that a loss changes, except for STEPPED."""
 STEPPED = (Optimizer, LRScheduler)
@@ -93,12 +92,12 @@ class KeptState:
             return
         self._note(owner)
         self._keep_classes_of(owner, depth)
-        attributes = getattr(owner, "__dict__", {})
+        attributes = attributes_of(owner)
         without = NOT_STATE if "_loopwright" in attributes else frozenset()  # a trainer
-        self._undo.append(_rebinding(attributes, without))
-        slots = _read(owner, self._slots[type(owner)])
+        self._undo.append(rebinding(attributes, without))
+        slots = read_slots(owner, self._slots[type(owner)])
         if slots:
-            self._undo.append(partial(_write, owner, slots))
+            self._undo.append(partial(write_slots, owner, slots))
         for name, value in [*attributes.items(), *slots.items()]:
             kind = type(value)
             if kind in PLAIN or name in without:
@@ -124,7 +123,7 @@ class KeptState:
         for name in STATES:
             attributes = vars(getattr(trainer, name, SimpleNamespace()))
             kept = map(refilling, attributes.values())  # such as log_history, without its rows
-            self._undo += [_rebinding(attributes), *(each for each in kept if each is not None)]
+            self._undo += [rebinding(attributes), *(each for each in kept if each is not None)]
 
     def keep_found_modules(self) -> list[nn.Module]:
         """Record the modules that others, a trainer or its loss functions hold, such as teachers; returns them."""
@@ -151,6 +150,8 @@ class KeptState:
     def keep(self, value: Any, depth: int = 0) -> None:
         """Record a value and its contents, as far as they are plain state."""
         if type(value) in PLAIN or id(value) in self._seen or depth > DEEPEST or self._left <= 0:
+            return
+        if type(value) in ProxyTypes:  # its object may no longer exist
             return
         if isinstance(value, nn.Module):
             self._found.append(value)
@@ -227,8 +228,8 @@ class KeptState:
 
     def _keep_container(self, value: Any, depth: int) -> None:
         self._note(value)
-        if type(value) not in DICTS and hasattr(value, "__dict__"):
-            self.keep(vars(value), depth + 1)
+        if type(value) not in DICTS and type(value).__dictoffset__:
+            self.keep(attributes_of(value), depth + 1)
         if not value:
             if not isinstance(value, tuple):
                 self._empty.append(value)
@@ -237,7 +238,7 @@ class KeptState:
         if undo is not None:
             self._undo.append(undo)
         if len(value) <= MOST_ENTRIES:
-            for each in value.values() if isinstance(value, dict) else value:
+            for each in list(value.values() if isinstance(value, dict) else value):
                 if type(each) not in PLAIN:
                     self.keep(each, depth + 1)
 
@@ -338,43 +339,6 @@ def _loss_functions(trainer: Any) -> list[Any]:
     return [function for function in found if function is not None]
 
 
-def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()) -> Undo:
-    before = {name: value for name, value in attributes.items() if name not in without} if without else dict(attributes)
-    drawn = {
-        name: copied(value)
-        for name, value in before.items()
-        if type(value) not in NO_ITERATORS and isinstance(value, Iterator)
-    }
-
-    def undo() -> None:
-        if len(attributes) > len(before):
-            for name in [name for name in attributes if name not in before and name not in without]:
-                del attributes[name]
-        for name, value in before.items():
-            if attributes.get(name, attributes) is not value:
-                attributes[name] = value
-        for name, value in drawn.items():
-            if value is not None:
-                attributes[name] = copied(value)
-
-    return undo
-
-
-def _read(owner: Any, slots: Iterable[Slot]) -> dict[Slot, Any]:
-    """The values of an object's slots; one that is not set has the slot itself as its value."""
-    return {slot: getattr(owner, slot.__name__, slot) for slot in slots}
-
-
-def _write(owner: Any, slots: dict[Slot, Any]) -> None:
-    for slot, value in slots.items():
-        if getattr(owner, slot.__name__, slot) is value:
-            continue
-        if value is slot:
-            slot.__delete__(owner)
-        else:
-            slot.__set__(owner, value)
-
-
 def _is_of_a_library(value: Any) -> bool:
     return (type(value).__module__ or "").partition(".")[0] in LIBRARIES
 
@@ -387,12 +351,12 @@ def _is_written_here(value: Any) -> bool:
 def _runs_by_itself(value: Any) -> bool:
     """Whether another thread may use an object, whose queues must not be restored."""
     own = (threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
-    return any(isinstance(each, own) for each in getattr(value, "__dict__", {}).values())
+    return any(isinstance(each, own) for each in list(attributes_of(value).values()))
 
 
 def is_writable(tensor: Tensor) -> bool:
     """Whether the tensor has data, and each element its own memory location."""
-    if tensor.device.type == "meta" or tensor.is_inference():
+    if tensor.device.type == "meta" or tensor.is_inference() or tensor.is_nested:
         return False
     if tensor.layout is not torch.strided:
         return True

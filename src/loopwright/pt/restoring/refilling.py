@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import operator
 import random
 from collections import deque
 from collections.abc import Callable
@@ -69,6 +70,11 @@ def random_stream(value: Any) -> Undo | None:
         kept = value.get_state(legacy=True)
         return lambda: value.set_state(kept)
     return None
+
+
+def left_in(iterator: Any) -> Any:
+    """What an iterator that can be copied yields next: differs once items were taken."""
+    return repr(iterator) if type(iterator) is itertools.count else operator.length_hint(iterator)
 
 
 def copied(iterator: Any) -> Any:

@@ -6,10 +6,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .refilling import Undo, refilling
+from .refilling import Undo, copied, left_in, refilling
 
 NUMBERS = frozenset({int, float, bool, str, complex, type(None)})
 LIBRARIES = ("loopwright", "torch", "transformers", "numpy", "peft", "builtins")
@@ -74,16 +74,28 @@ def _restoring(
     all_of_it: bool,
 ) -> list[Undo]:
     """Functions that bind names as they are now; of a package only numbers, and short containers of plain values."""
+
+    def is_kept(value: Any) -> bool:
+        # A module that is imported meanwhile would not be bound again by the next import.
+        return type(value) in NUMBERS or (all_of_it and not isinstance(value, ModuleType))
+
     there = {name for name in names() if name in place}
-    before = {name: place[name] for name in there if all_of_it or type(place[name]) in NUMBERS}
+    before = {name: place[name] for name in there if is_kept(place[name])}
+
+    # A count or an iterator of a list continues where it was, if items were taken.
+    iterators = {name: (value, copied(value)) for name, value in before.items()}
+    drawn = {name: (value, left_in(value), same) for name, (value, same) in iterators.items() if same is not None}
 
     def put_back() -> None:
         for name in [name for name in names() if name in place and name not in there]:
-            if all_of_it or type(place[name]) in NUMBERS:
+            if is_kept(place[name]):
                 remove(name)
         for name, value in before.items():
             if place.get(name, place) is not value:
                 put(name, value)
+        for name, (value, left, same) in drawn.items():
+            if left_in(value) != left:
+                put(name, copied(same))
 
     kept = [] if all_of_it else [refilling(place[name]) for name in there if _is_plain(place[name])]
     return [put_back, *(each for each in kept if each is not None)]
