@@ -16,6 +16,8 @@ from update_times import UpdateTimes
 
 PROFILED = 5
 SHOWN = 18
+GAPS, LONG_MS = 12, 0.1
+"""How many gaps are shown, the longest; milliseconds from which a gap is long."""
 CASTS = "t|view|transpose|permute|clone"
 """What a compiled kernel that only casts may also do."""
 KINDS = (
@@ -89,7 +91,42 @@ def summarized(events: Iterable[dict[str, Any]], updates: int) -> dict[str, Any]
         "graph_launches": sum(bool(GRAPHS.match(name)) for name in calls) / updates,
         "kinds": summed(((kind_of(event["name"]), event["dur"]) for event in kernels), updates),
         "top": dict(list(summed(((event["name"], event["dur"]) for event in kernels), updates).items())[:SHOWN]),
+        **(of_gaps(gaps(kernels, whole), updates) if on_device else {}),
     }
+
+
+def of_gaps(found: list[dict[str, Any]], updates: int) -> dict[str, Any]:
+    """The longest gaps, and the milliseconds per update in those longer than `LONG_MS` and in the others."""
+    long = sum(gap["ms"] for gap in found if gap["ms"] > LONG_MS)
+    return {
+        "ms_in_long_gaps": long / updates,
+        "ms_in_short_gaps": (sum(gap["ms"] for gap in found) - long) / updates,
+        "gaps": found[:GAPS],
+    }
+
+
+def gaps(kernels: list[dict[str, Any]], whole: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The longest times in which nothing ran: when, between which kernels, and how long the next had been launched.
+
+    A kernel that starts as soon as it is launched has waited for the host.
+    """
+    launched = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in whole
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    found, last = [], None
+    begin = min(float(event["ts"]) for event in kernels)
+    for event in sorted(kernels, key=lambda each: float(each["ts"])):
+        start, name = float(event["ts"]), event["name"]
+        if last is not None and start > last[0]:
+            ahead = start - launched.get(event.get("args", {}).get("correlation"), start)
+            numbers = {"ms": start - last[0], "at_ms": start - begin, "launched_ms_ahead": ahead}
+            milliseconds = {name: value / 1e3 for name, value in numbers.items()}
+            found.append({**milliseconds, "after": last[1], "before": name})
+        end = start + float(event["dur"])
+        last = (end, name) if last is None or end > last[0] else last
+    return sorted(found, key=lambda gap: -gap["ms"])
 
 
 def spans(intervals: list[tuple[float, float]]) -> tuple[float, float]:
@@ -123,4 +160,10 @@ def text(profile: dict[str, Any]) -> str:
     for title in ("kinds", "top"):
         lines += [f"  {title}", f"  {'ms':>9} {'count':>8}"]
         lines += [f"  {v['ms']:>9.3f} {v['count']:>8,.1f}  {name[:110]}" for name, v in profile[title].items()]
+    if "gaps" in profile:
+        long, short = profile["ms_in_long_gaps"], profile["ms_in_short_gaps"]
+        lines.append(f"  idle in gaps of more than {LONG_MS} ms: {long:.2f} ms, in shorter ones: {short:.2f} ms")
+    for gap in profile.get("gaps", []):
+        place = f"{gap['ms']:.3f} at {gap['at_ms']:.1f}, launched {gap['launched_ms_ahead']:.3f} ahead"
+        lines.append(f"  gap {place}: {gap['after'][:50]} > {gap['before'][:50]}")
     return "\n".join(lines)

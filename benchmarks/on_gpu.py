@@ -65,6 +65,9 @@ STEPS = {
     "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
     "sft-8": everyday("sft-8", f"{ALL_ARMS} {SLOW}", usual=220),
     **{f"peaks-{task}": Step(f"ready.py {task} --updates 30", 45, 90) for task in PEAKS},
+    "profiles": Step(
+        f"everyday.py lora sft-64 whisper --arms loopwright --profile --to FOLDER/profiles-{TODAY}.json", 180, 260
+    ),
     "alone": everyday("gpt2 vit convnext whisper custom", "--arms loopwright", usual=260),
     "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
     "loops": everyday("sft-64 lora bert", f"{ALL_ARMS} {SLOW}", usual=440),

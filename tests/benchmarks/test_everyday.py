@@ -222,4 +222,6 @@ def test_a_profile_counts_idle_time_launches_and_kinds() -> None:
     assert {kind: row["ms"] for kind, row in found["kinds"].items()} == {
         "matmul": 2.0, "copies and casts": 1.0, "optimizer": 1.0, "compiled": 0.5,
     }  # fmt: skip
-    assert "idle 20.0%" in kernels.text(found)
+    assert found["ms_in_long_gaps"] == pytest.approx(1.0) and found["ms_in_short_gaps"] == 0
+    assert [gap["before"][:12] for gap in found["gaps"]] == ["triton_per_f", "multi_tensor"]
+    assert "idle 20.0%" in kernels.text(found) and "gap 1.000 at 6.0" in kernels.text(found)

@@ -58,22 +58,24 @@ def llama(vocabulary: int = 20_000) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+CLASSES = 256
+"""Most of the distance of one logit is a shift that all samples share: it averages out over many."""
+
+
 def bert() -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=5000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_labels=2, initializer_range=0.1,
+        num_labels=CLASSES, initializer_range=0.1,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
 
 
 def trainer_of(model: nn.Module, data: Any, speed: str, **more: Any) -> Trainer:
-    args = TrainingArguments(
-        tempfile.mkdtemp(), speed=speed, per_device_eval_batch_size=8, bf16=True, report_to="none", disable_tqdm=True,
-        save_strategy="no", **more,
-    )  # fmt: skip
+    given = {"bf16": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", **more}
+    args = TrainingArguments(tempfile.mkdtemp(), speed=speed, per_device_eval_batch_size=8, **given)
     return Trainer(model, args, eval_dataset=data, train_dataset=data, data_collator=pad)
 
 
@@ -97,13 +99,19 @@ def test_the_loss_without_logits_in_rows() -> None:
 def test_predictions_come_in_order() -> None:
     data = rows(600, 5000, classes=True)
     plain = trainer_of(bert(), data, "off").predict(data)
+    exact = trainer_of(bert(), data, "off", bf16=False).predict(data).predictions
     trainer = trainer_of(bert(), data, "max")
     found = [trainer.predict(data) for _ in range(2)]
     assert on(trainer)["predictions: unpadded"]
     np.testing.assert_array_equal(found[0].predictions, found[1].predictions)
     np.testing.assert_array_equal(found[0].label_ids, plain.label_ids)
     assert found[0].predictions.dtype == plain.predictions.dtype
-    assert np.abs(found[0].predictions - plain.predictions).max() <= 5e-2 * plain.predictions.std()
+    far, usual = (np.abs(each.predictions - exact) / exact.std() for each in (found[0], plain))
+    moved = np.abs(np.roll(plain.predictions, 1, axis=0) - exact) / exact.std()
+    say = ", ".join(f"{name} {each.mean():.2e}, at most {each.max():.2e}" for name, each in
+                    (("loopwright", far), ("as written", usual), ("another sample", moved)))  # fmt: skip
+    print("        distance to single precision:", say, flush=True)
+    assert far.mean() <= 1.25 * usual.mean() and far.max() <= 2 * usual.max() < moved.max() / 10
 
 
 def test_evaluations_between_updates() -> None:

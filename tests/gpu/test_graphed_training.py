@@ -245,7 +245,8 @@ def test_comparisons_take_about_the_memory_of_training_as_written() -> None:
         f"{chosen.region or 'nothing'}; weights {weights:,.0f}; last loss {found[-1]:.4f}"
     )
     assert graphs_of(trainer) == "on" and chosen.region
-    assert peaks[1] <= peaks[0] + weights + 200  # cuBLAS has workspaces of 32 MiB for each stream
+    # cuBLAS has workspaces of 32 MiB for each thread and stream; those of graphs are freed with them.
+    assert peaks[1] <= peaks[0] + weights + 100
 
 
 def test_resuming() -> None:
@@ -384,7 +385,7 @@ def budget_line(trainer: Any, peak: Peak) -> str:
     return f"{made.layout}, {made.activations}, up to {made.budget:,} tokens, peak {peak.gib:.1f} GiB"
 
 
-def test_groups_grow_to_what_fits() -> None:
+def test_pairs_share_rows_up_to_what_fits() -> None:
     data, peak = ragged(2048, 512, "pair"), Peak()
     options = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 8, "data_collator": collate}
     _, slow, slow_clock = train(t5(), data, speed="off", **options)
@@ -394,7 +395,7 @@ def test_groups_grow_to_what_fits() -> None:
         f"{slow_clock.milliseconds:.1f} -> {clock.milliseconds:.1f} ms per update"
     )
     made = trainer._loopwright.run.speed.plan
-    assert made.layout in plan.IN_GROUPS and made.budget > 8 * 640
+    assert made.layout == plan.PAIRED and made.budget > 8 * 640
     assert apart(fast, slow) < 1e-2
 
 

@@ -303,7 +303,7 @@ def test_values_of_another_kind_are_refused() -> None:
     good = {"made_for": "here", "form": "a", "shape": "b", "code": "c", "proved": {"flat": {"loss": 0.0}},
             "work": {"launches": 3, "device_seconds": 0.1, "product_seconds": 0.1, "plain_bytes": 2.0},
             "memory": {"measured_for": "flat", "estimate": {
-                "fixed": 9, "per_token": {"none": 3.0, "selective": 2.0, "full": 1.0}}}}  # fmt: skip
+                "fixed": 9, "per_token": {"none": 3.0, "selective": 2.0, "full": 1.0}}}, "row": 64}  # fmt: skip
     memory = KeptPlan.from_json(json.dumps(good).encode()).memory
     assert memory is not None and memory.estimate.at(10, "selective") == 29
     assert KeptPlan.from_json(json.dumps(good).encode()).work == Work(3, 0.1, 0.1, 2.0)
@@ -394,7 +394,7 @@ def test_only_plans_that_a_later_run_can_prove_are_kept() -> None:
     coverage = Coverage()
     coverage.add(Seen(shortest={"source": 2}, longest={"source": 9}, row=64))
     found = KeptPlan.of(plan(), coverage, form="form", shape="shape", work=None)
-    assert found is not None and found.proved == {"flat": {"loss": 0.0, NOISE: 0.0}}
+    assert found is not None and found.proved == {"flat": {"loss": 0.0, NOISE: 0.0}} and found.row == 64
     assert KeptPlan.of(plan(), None, form="form", shape="shape", work=None) is None, "the whole update was not compared"
     assert KeptPlan.of(SpeedPlan(compiled=True), coverage, form="form", shape="shape", work=None) is None
     for each in (plan(graphed=True), plan(activations="full"), plan(noise=0.1), plan(noise=float("nan"))):
@@ -771,6 +771,71 @@ def test_lengths_are_compared_again_as_code_may_read_what_no_key_has(tmp_path: P
     found = run(tmp_path / "second", model(), few_long(), learning_rate=0.05, **options)
     plain = run(tmp_path / "plain", model(), few_long(), learning_rate=0.05, speed="off", **options)
     assert is_taken_over(found) and found.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def of_lengths(*lengths: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 60, (length,), generator=generator) for length in lengths]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()} for row in rows]
+
+
+SHORT_UPDATE, LONG_UPDATE = [2, 3, 2, 4, 2, 3], [7, 3, 4, 8, 5, 5]
+THREE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 2}
+IN_ONE_ROW = {**THREE, "per_device_train_batch_tokens": 64}
+
+
+def test_rows_as_long_as_in_the_earlier_run_are_compared_with_the_first_update(tmp_path: Path) -> None:
+    data = of_lengths(*SHORT_UPDATE, *LONG_UPDATE)
+    run(tmp_path / "first", data=data, **IN_ONE_ROW)
+    second = run(tmp_path / "second", data=data, **IN_ONE_ROW)
+    alone = run(tmp_path / "alone", data=data, speed="off", **THREE)
+    verification = second.trainer._loopwright.run.speed._verification
+    assert is_taken_over(second) and second.shapes == [[(1, 16)], [(1, 32)]]
+    assert verification.coverage.forms[0].row == 32 and verification.proofs == 0
+    assert second.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+ROWS = """
+from torch import nn
+
+
+class Norm(nn.Module):
+    \"\"\"Differs in rows of more tokens than a file says.\"\"\"
+
+    def __init__(self, plain, file):
+        super().__init__()
+        self.plain, self.file = plain, file
+
+    def forward(self, x):
+        with open(self.file) as file:
+            most = int(file.read())
+        return self.plain(x) * (1.0 if x.shape[0] > 1 or x.shape[1] <= most else 1.5)
+"""
+
+
+@pytest.mark.parametrize("most", [10, 16, 31])
+def test_the_loss_of_long_rows_is_compared_again(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rows of 32 tokens, although the first update has 16."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kept_rows.py").write_text(ROWS)
+    made, file = importlib.import_module("kept_rows"), tmp_path / "most"
+
+    def model() -> nn.Module:
+        model = build("llama", "causal")
+        model.model.norm = made.Norm(model.model.norm, str(file))
+        return model
+
+    data = of_lengths(*SHORT_UPDATE, *LONG_UPDATE)
+    try:
+        for number in ("first", "second"):
+            file.write_text("1000")
+            assert is_taken_over(run(tmp_path / number, model(), data, **IN_ONE_ROW)) is (number == "second")
+        file.write_text(str(most))
+        found = run(tmp_path / "changed", model(), data, **IN_ONE_ROW)
+        alone = run(tmp_path / "alone", model(), data, speed="off", **THREE)
+    finally:
+        del sys.modules["kept_rows"]
+    assert not is_taken_over(found) and found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 class Weighted(InOrder):

@@ -69,6 +69,7 @@ class CudaRecorder:
             gc.collect()
             torch.cuda.empty_cache()
         torch.cuda.synchronize(self._device)
+        _free_workspaces()
         collects, cause = gc.isenabled(), None
         gc.disable()  # no garbage collection of graphs or events during a capture
         try:
@@ -84,6 +85,7 @@ class CudaRecorder:
         except Exception as error:
             raise cause or error from None  # ending a failed capture fails too, without a useful message
         finally:
+            _free_workspaces()
             if collects:
                 gc.enable()
         self._is_first = False
@@ -111,3 +113,13 @@ class CudaRecorder:
 
     def _generator(self) -> Any:
         return torch.cuda.default_generators[self._index()]
+
+
+def _free_workspaces() -> None:
+    """Free the workspaces of cuBLAS, 32 MiB for each thread and stream, which torch would keep for the whole process.
+
+    Before a capture, so that the graph has its own in its memory pool; after it, so that they are freed with the graph.
+    """
+    free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if free is not None:
+        free()

@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...core.checkpoint.schema import any_number, count, maybe, named, number, record, text
 from ...notices import logger
 from ..fused_loss.lazy_logits import HEAD
@@ -29,12 +31,12 @@ from ..model_stamp import described
 from ..proof.distance import HALF, NOISE_APART
 from ..proof.guard import Coverage, Seen
 from ..proof.prober import Candidate, Proof, Reference
-from ..proof.prover import NOISE
+from ..proof.prover import NOISE, silent, with_silent
 from ..training_setup import TrainingSetup
 from ..user_cache import NotOurs, home, read_signed, write_signed
 from .choice import Decision
 from .cost import Work
-from .decision import COLLATED, SpeedPlan
+from .decision import COLLATED, ONE_ROW, SpeedPlan
 
 MOST_FILES = 256
 """Files that are kept, the latest ones."""
@@ -51,6 +53,7 @@ _FORM = record(
         "proved": named(named(any_number)),
         "work": maybe(named(number(0))),
         "memory": maybe(record({"measured_for": text, "estimate": _MEMORY}, others=False)),
+        "row": count(),
     },
     others=False,
 )
@@ -72,6 +75,8 @@ class KeptPlan:
     memory: MeasuredMemory | None = None
     code: str = ""
     """The code as it was imported after the comparisons: a forward may import more than there was before."""
+    row: int = 0
+    """Tokens of the longest row whose gradients agreed."""
 
     @classmethod
     def of(
@@ -96,7 +101,8 @@ class KeptPlan:
         names = {plan.layout, *([HEAD] if plan.linear_loss else [])}
         used = [choice for choice in plan.choices if choice.is_on and choice.name in names]
         proved = {choice.name: _of_few(choice.numbers) for choice in used}
-        return cls(plan.made_for, proved, form, shape, work, memory)
+        row = max((seen.row for seen in coverage.forms), default=0)
+        return cls(plan.made_for, proved, form, shape, work, memory, row=row)
 
     @classmethod
     def from_json(cls, content: bytes) -> KeptPlan:
@@ -219,17 +225,31 @@ class KeptDecision(Decision):
         return self._agreed(candidate.name)
 
     def prove_update(self) -> tuple[str, Proof] | Coverage:
-        """Compare the update: gradients of `COMPARED_AGAIN` micro-batches, and the loss of the others."""
+        """Compare the update: gradients of `COMPARED_AGAIN` micro-batches, and the loss of the others.
+
+        Rows are then longer than those whose gradients are compared. They are covered as far as their gradients agreed
+        in the earlier run, if the loss of the others agrees in a row of that length.
+        """
         found = super().prove_update()
         if not self._others or not isinstance(found, Coverage):
             return found
         plan, sizes = self.plan, [rows_of(batch) for batch in self.batches]
         limits = limits_for(plan, self._setup, self.batches, self.samples)
+        samples, longest = self.samples.in_batches(self._others, sizes), 0
+        if self.layout is not None and plan.layout in ONE_ROW:
+            is_other = np.repeat(np.isin(np.arange(len(sizes)), self._others), sizes)
+            samples = silent(self.samples, ~is_other) or samples
+            whole = self.prover.seen(plan, self.layout, self.samples, limits).row
+            most = max(whole, min(self._kept.row, limits.budget) if self._setup.on_gpu else self._kept.row)
+            limits = replace(limits, budget=max(limits.budget, most))
+            samples = with_silent(samples, self.samples, most) or samples
+            longest = self.prover.seen(plan, self.layout, samples, limits).row
         candidate = self._candidate(plan.layout, self.head, limits=limits)
-        samples = self.samples.in_batches(self._others, sizes)
         proof = self.prover.prove_loss(candidate, samples, [self.batches[place] for place in self._others])
         if not proof.accepted:
             return plan.layout, proof
+        for seen in found.forms:
+            seen.row = max(seen.row, longest)
         part = f"{len(sizes) - len(self._others)} of {len(sizes)} micro-batches"
         self.compared = f"the loss of this step and the gradients of {part} were compared again, and agree"
         return found
@@ -246,25 +266,23 @@ class KeptDecision(Decision):
         chosen = sorted([longest, *others[: COMPARED_AGAIN - 1]])
         self._others = [place for place in range(len(sizes)) if place not in chosen]
         samples = self.samples.in_batches(chosen, sizes)
-        return self.prover.update(samples, [self.batches[place] for place in chosen])
+        # That the loss is the same twice was tested by the earlier run.
+        return self.prover.update(samples, [self.batches[place] for place in chosen], repeats=False)
 
     def _padding_in(self, place: int, sizes: Sequence[int]) -> int:
         """The tokens of padding beside samples with targets in a micro-batch."""
-        part, batch = self.samples.in_batches([place], sizes), self.batches[place]
+        start = sum(sizes[:place])
+        part, batch = self.samples.between(start, start + sizes[place]), self.batches[place]
         if not part.have_targets().any():
             return -1
         return padded_tokens([batch], part) - part.real_tokens
 
     def _covered(self, reference: Reference, limits: Limits) -> Coverage:
-        """What was compared of this update. Lengths are compared again: code may read values the key does not have.
-
-        Rows are compared as long as those of the whole update, at least by their loss.
-        """
-        coverage = super()._covered(reference, limits)
-        if self.layout is not None:
-            whole = self.prover.seen(self.plan, self.layout, self.samples, limits)
-            for seen in coverage.forms:
-                seen.row = max(seen.row, whole.row)
+        """What was compared of this update. Lengths are compared again: code may read values the key does not have."""
+        if self.layout is None or not self._others:
+            return super()._covered(reference, limits)
+        coverage = Coverage()
+        coverage.add(self.prover.covered(self.plan, self.layout, self.head, reference, limits, longer_rows=False))
         return coverage
 
     def _agreed(self, name: str) -> Proof:

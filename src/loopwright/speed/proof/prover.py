@@ -141,7 +141,14 @@ class Prover:
         return proof if proof.accepted else proof.refuse(f"the loss differs by {proof.numbers['loss']:.0e}")
 
     def covered(
-        self, plan: SpeedPlan, layout: Layout, head: ReplacedHead | None, reference: Reference, limits: Limits
+        self,
+        plan: SpeedPlan,
+        layout: Layout,
+        head: ReplacedHead | None,
+        reference: Reference,
+        limits: Limits,
+        *,
+        longer_rows: bool = True,
     ) -> Seen:
         """What an update that agreed covers, extended by other lengths and longer rows if they agree too.
 
@@ -154,7 +161,7 @@ class Prover:
         most = min(2 * row, limits.budget) if self._setup.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
         together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self.sparing(plan))
-        if row and (most <= row or self.prove_longer_rows(together, reference, most)):
+        if row and longer_rows and (most <= row or self.prove_longer_rows(together, reference, most)):
             seen.row = max(row, most)
         reference.outcome.gradient = []  # compared for the last time: lengths have a reference of their own
         lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples)
@@ -202,15 +209,9 @@ class Prover:
     def prove_longer_rows(self, candidate: Candidate, reference: Reference, tokens: int) -> bool:
         """Whether a row of `tokens` tokens gives the same result: some samples are repeated without targets."""
         samples = reference.samples
-        labels = None if samples is None else samples.tensors.get("labels")
-        if samples is None or labels is None or not any("labels" in axis.names for axis in samples.axes.values()):
+        more = None if samples is None else with_silent(samples, samples, tokens)
+        if more is None:
             return False
-        lengths = samples.lengths
-        again = np.flatnonzero(np.cumsum(lengths) <= tokens - lengths.sum())
-        if not len(again):
-            return False
-        silent = replace(samples, tensors={**samples.tensors, "labels": torch.full_like(labels, IGNORED)})
-        more = joined([samples, silent.select(again)], samples.paddings, on_left=False)
         return self._prober.prove(candidate, replace(reference, samples=more), divided=False).accepted
 
     # ---- candidates -------------------------------------------------------------------------------------------------
@@ -269,6 +270,25 @@ class Prover:
         limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest, spare_rows=1)
         laid = layout.lay(samples, limits, shifts=setup.shifts(), fill=plan.fill)
         return [setup.to_device(batch) for batch in laid.batches]
+
+
+def silent(samples: Samples, which: np.ndarray) -> Samples | None:
+    """The same samples, some of them without targets; None if they have no targets for tokens."""
+    labels = samples.tensors.get("labels")
+    if labels is None or not any("labels" in axis.names for axis in samples.axes.values()):
+        return None
+    labels = labels.clone()
+    labels[torch.from_numpy(which)] = IGNORED
+    return replace(samples, tensors={**samples.tensors, "labels": labels})
+
+
+def with_silent(samples: Samples, others: Samples, tokens: int) -> Samples | None:
+    """These samples, and the first of others without targets, up to `tokens` tokens; None if that cannot be made."""
+    fitting = np.cumsum(others.lengths) <= tokens - samples.lengths.sum()
+    added = silent(others, fitting) if fitting.any() else None
+    if added is None:
+        return None
+    return joined([samples, added.select(np.flatnonzero(fitting))], samples.paddings, on_left=False)
 
 
 def _apart_and_together(candidate: Candidate) -> list[Candidate]:
