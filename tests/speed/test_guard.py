@@ -111,7 +111,8 @@ def test_what_no_proof_has_seen_is_news(news: str) -> None:
 def test_samples_of_other_lengths_are_news_after_equal_ones() -> None:
     coverage = Coverage()
     even = seen(padded([4, 4]))
-    even.cover({"source": 2}, {"source": 8})
+    even.cover({"source": 2}, {"source": 9}, {"source": 4})
+    assert (even.shortest, even.longest, even.stretched) == ({"source": 2}, {"source": 8}, {"source": 9})
     coverage.add(even)
     assert coverage.news_in(seen(padded([4, 5]))) == "samples are padded on the right"
     even.sides = ["right"]

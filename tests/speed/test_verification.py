@@ -197,6 +197,38 @@ class Longest(Beyond):
         return {"loss": outputs.loss, "logits": outputs.logits}
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_of_lengths_that_were_made_before_the_loss_is_compared(
+    is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In micro-batches of twelve, samples of more than twice the longest are made with the plan."""
+    counts = {"update": 0, "prove_loss": 0, "prove_lengths": 0}
+
+    def counted(name: str) -> Any:
+        method = getattr(Prover, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(Prover, name, counted(name))
+    data = with_a_long_sample(3, per_update=12, updates=4)
+    longest = max(len(each["input_ids"]) for each in data)
+    options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 3}
+    found = {}
+    for speed in ("max", "off"):
+        torch.manual_seed(0)
+        model = Within() if is_equal else Within(longest)
+        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, **options)
+    checks = found["max"].trainer.speed_report().as_dict()["checks"]
+    assert checks["proved again"] == 1 and counts["prove_loss"] == 1 and counts["prove_lengths"] == 1
+    assert counts["update"] == (2 if is_equal else 3)  # with the plan, as the second update, and because it differed
+    assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["width", "tokens", "longest"])
 def test_of_new_lengths_the_real_micro_batch_is_compared_too(kind: str, tmp_path: Path) -> None:
     """A stretched sample has another length, three samples have fewer tokens, and two of them may have no targets."""

@@ -38,7 +38,7 @@ _PLAN = record(
 _SEEN = record(
     {},
     {
-        **dict.fromkeys(("shortest", "longest", "first_targets"), named(count())),
+        **dict.fromkeys(("shortest", "longest", "stretched", "first_targets"), named(count())),
         **dict.fromkeys(("ragged", "without_targets"), flag),
         "entries": named(list_of()),
         "constants": named(),

@@ -14,7 +14,7 @@ from ..planner.decision import ONE_ROW, SpeedPlan
 from ..training_setup import TrainingSetup
 from .guard import Coverage, Seen
 from .prober import Proof, ProofRefused
-from .prover import NOISE, WHOLE_TOKENS, Prover
+from .prover import NOISE, WHOLE_TOKENS, Lengths, Prover
 
 MOST_FAILURES = 3
 """Failed proofs after which updates with new inputs keep the collator's batches without being compared."""
@@ -83,30 +83,38 @@ class Verification:
         """Whether only lengths are new, and its longest, its shortest and a usual sample agree: seconds are saved.
 
         The micro-batch of the longest sample is compared too, as it is: a stretched sample has another length, and the
-        loss may depend on the number of rows.
+        loss may depend on the number of rows. Where samples of these lengths have been made and compared before, its
+        loss is enough.
         """
         form, plan = self.coverage.with_new_lengths(update), self._plan
         if form is None:
             return False
-        prover = self._prover()
-        found = prover.prove_lengths(prover.candidate(plan.layout, plan, self._layout, self._head), samples)
-        if found is None or not self._longest_agrees(batches, samples, limits):
+        lengths = Lengths(form.shortest, form.stretched)
+        was_made = lengths.reach(update)
+        if not was_made:
+            prover = self._prover()
+            candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
+            found = prover.prove_lengths(candidate, samples, batches)
+            if found is None or not found.reach(update):
+                return False
+            lengths = found
+        if not self._longest_agrees(batches, samples, limits, loss_only=was_made):
             return False
-        form.cover(found.shortest, found.longest)
-        if self.coverage.news_in(update) is not None:
-            return False
-        form.add(update)  # its padding, if there was none before
+        form.add(update)  # also its padding, if there was none before
+        form.cover(lengths.shortest, lengths.longest, update.longest)
         return True
 
-    def _longest_agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits) -> bool:
+    def _longest_agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits, *, loss_only: bool) -> bool:
         sizes = [rows_of(batch) for batch in batches]
         place = place_of(samples.longest_with_targets(), sizes)
         part, prover, plan = samples.in_batches([place], sizes), self._prover(), self._plan
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
+        if loss_only:
+            return prover.prove_loss(candidate, part, [batches[place]]).accepted
         try:
             reference = prover.update(part, [batches[place]], repeats=False, sparing=plan)
         except ProofRefused:
             return False
-        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         return prover.prove_update(candidate, reference).accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:

@@ -23,6 +23,8 @@ TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids", DECODED, "dec
 """Names of tensors that always have a token dimension."""
 IMAGE_WORDS = ("pixel", "image", "video", "audio", "patch", "grid", "frame")
 """Words in the names of tensors that may have several rows per sample, or none."""
+STRETCH = 2
+"""How much longer than the longest sample of an update samples may be without a comparison of real ones."""
 NEAR = 4
 """Tokens at the beginning of a sample that may be predicted from the sample before it in a row."""
 
@@ -154,6 +156,8 @@ class Seen:
     """Whether there were samples without any target."""
     row: int = 0
     """Tokens of the longest row."""
+    stretched: dict[str, int] = field(default_factory=dict)
+    """The length of the longest sample that was made from a shorter one, and compared with two others."""
 
     @classmethod
     def of(cls, samples: Samples, *, row: int) -> Seen:
@@ -213,10 +217,11 @@ class Seen:
             return f"a row has {other.row:,} tokens, more than the {self.row:,} compared so far"
         return None
 
-    def cover(self, shortest: Mapping[str, int], longest: Mapping[str, int]) -> None:
-        """Extend the covered range of lengths."""
-        for key in longest:
-            self.longest[key] = max(self.longest[key], longest[key])
+    def cover(self, shortest: Mapping[str, int], longest: Mapping[str, int], real: Mapping[str, int]) -> None:
+        """Extend the covered lengths by those of samples that were made, to `STRETCH` times the longest real one."""
+        for key, length in longest.items():
+            self.stretched[key] = max(self.stretched.get(key, 0), length)
+            self.longest[key] = max(self.longest[key], min(length, STRETCH * real[key]))
             self.shortest[key] = min(self.shortest[key], shortest[key])
 
     def add(self, other: Seen) -> None:
@@ -227,6 +232,7 @@ class Seen:
         for key, longest in other.longest.items():
             self.longest[key] = max(self.longest.get(key, 0), longest)
             self.shortest[key] = min(self.shortest.get(key, longest), other.shortest[key])
+            self.stretched[key] = max(self.stretched.get(key, 0), other.stretched.get(key, 0))
         self.ragged |= other.ragged
         for name, place in other.first_targets.items():
             self.first_targets[name] = min(self.first_targets.get(name, NEAR), place)

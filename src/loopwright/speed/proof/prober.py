@@ -194,7 +194,7 @@ class Prober:
         `repeats` also checks that a second run gives the same loss. Later comparisons can skip that check.
         """
         try:
-            setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
+            setting = setting._replace(tolerance=self.tolerance(batches[:1], setting))
             outcome = self._run(batches, as_is, setting)
             if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
                 raise ProofRefused("the loss is not finite")
@@ -215,7 +215,7 @@ class Prober:
         poisoned = self.loss([poisoned_tensors(batch) for batch in batches], as_is, setting)
         return not relative(plain, poisoned) <= setting.tolerance.still
 
-    def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
+    def tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
         """SINGLE for a double-precision model that computes a part of its loss in lower precision."""
         if setting.tolerance is not DOUBLE:
             return setting.tolerance

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..layouts.candidates import Layout
-from ..layouts.rows import PLACES, Limits, longest_row
+from ..layouts.rows import PLACES, Limits, longest_row, padded_tokens
 from ..layouts.samples import DECODED, IGNORED, SOURCE, Samples, few_of
 from ..memory.token_budget import limits_for
 from ..output_layer import ReplacedHead
@@ -20,13 +20,13 @@ from ..training_setup import TrainingSetup
 from ..users_loss import users_loss_of
 from .distance import half_tolerance, relative
 from .gradients import share_equal
-from .guard import Seen
+from .guard import STRETCH, Seen
 from .prober import Candidate, Prober, Proof, ProofRefused, Reference, Setting, as_is, tolerance_of
 from .sample_lengths import joined, longest_possible, shortened_to, stretched
 
 PROBE_SAMPLES, PROBE_TOKENS = 4, 256
-SHORT, STRETCH = 2, 2
-"""Tokens of the shortest sample compared, and the factor by which the longest sample is extended."""
+SHORT = 2
+"""Tokens of the shortest sample compared."""
 WHOLE_TOKENS = 2048
 """Padded tokens up to which a later update is compared as a whole; of larger updates, a few samples are compared."""
 
@@ -40,6 +40,13 @@ class Lengths(NamedTuple):
 
     shortest: dict[str, int]
     longest: dict[str, int]
+
+    def reach(self, update: Seen) -> bool:
+        """Whether the lengths of an update are within these."""
+        return all(
+            self.shortest[key] <= update.shortest[key] and longest <= self.longest.get(key, 0)
+            for key, longest in update.longest.items()
+        )
 
 
 class Prover:
@@ -130,14 +137,15 @@ class Prover:
         """Compare the loss alone on micro-batches of an update, split as in training."""
         setting, proof = self._setting(), Proof(candidate.name)
         try:
-            expected = self._prober.loss([self._setup.to_device(batch) for batch in batches], as_is, setting)
+            given = [self._setup.to_device(batch) for batch in batches]
+            expected, tolerance = self._prober.loss(given, as_is, setting), self._prober.tolerance(given, setting)
             with candidate.install():
                 laid = batches if candidate.lay_update is None else candidate.lay_update(samples)
                 found = self._prober.loss([self._setup.to_device(batch) for batch in laid], candidate.prepare, setting)
         except Exception as error:  # any error of the model on these inputs refuses the candidate
             return proof.refuse(f"{type(error).__name__}: {error}")
         proof.numbers["loss"] = relative(expected, found)
-        proof.accepted = proof.numbers["loss"] <= setting.tolerance.loss
+        proof.accepted = proof.numbers["loss"] <= tolerance.loss
         return proof if proof.accepted else proof.refuse(f"the loss differs by {proof.numbers['loss']:.0e}")
 
     def covered(
@@ -164,9 +172,9 @@ class Prover:
         if row and longer_rows and (most <= row or self.prove_longer_rows(together, reference, most)):
             seen.row = max(row, most)
         reference.outcome.gradient = []  # compared for the last time: lengths have a reference of their own
-        lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples)
+        lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples, reference.batches)
         if lengths is not None:
-            seen.cover(lengths.shortest, lengths.longest)
+            seen.cover(lengths.shortest, lengths.longest, dict(seen.longest))
         return seen
 
     def seen(self, plan: SpeedPlan, layout: Layout, samples: Samples, limits: Limits) -> Seen:
@@ -179,8 +187,12 @@ class Prover:
         spares = plan.activations == "none"
         return lambda stack: stack.enter_context(self._setup.sparing()) if spares else None
 
-    def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
-        """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""
+    def prove_lengths(self, candidate: Candidate, samples: Samples, batches: Sequence[Any]) -> Lengths | None:
+        """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared.
+
+        Three samples are compared, which together are as large as a micro-batch of the collator if that reaches more:
+        of later updates with longer samples, only the loss is compared.
+        """
         lengths = samples.lengths
         order = np.argsort(lengths, kind="stable")
         has_targets = samples.have_targets()
@@ -191,7 +203,10 @@ class Prover:
         if most is None and self._setup.on_gpu:
             return None  # a position out of range would abort the process on a GPU instead of raising an error
         try:
-            long = stretched(samples.select(order[-1:]), STRETCH, most)
+            longest = int(lengths[order[-1]])
+            reached = max(STRETCH * longest, max(padded_tokens([batch], samples) for batch in batches) // 3)
+            most = reached if most is None else min(most, reached)
+            long = stretched(samples.select(order[-1:]), -(-reached // longest), most)
             short = shortened_to(samples.select(order[:1]), SHORT)
             usual = samples.select(order[len(order) // 2 : len(order) // 2 + 1])
             on_left = not all(axis.is_right_padded for axis in samples.axes.values())
