@@ -197,6 +197,20 @@ class Longest(Beyond):
         return {"loss": outputs.loss, "logits": outputs.logits}
 
 
+def recomputing(recomputed: list[str]) -> Any:
+    """In place of `Prover.sparing`, as on GPUs: recomputes where the model can, and notes each time."""
+
+    def sparing(self: Any, plan: Any) -> Any:
+        def recompute(stack: Any) -> None:
+            recomputed.append(plan.layout)
+            if "full" in self._setup.policies:
+                stack.callback(self._setup.recompute("full"))
+
+        return recompute
+
+    return sparing
+
+
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_of_lengths_that_were_made_before_the_loss_is_compared(
     is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +229,8 @@ def test_of_lengths_that_were_made_before_the_loss_is_compared(
 
     for name in counts:
         monkeypatch.setattr(Prover, name, counted(name))
+    recomputed: list[str] = []
+    monkeypatch.setattr(Prover, "sparing", recomputing(recomputed))
     data = with_a_long_sample(3, per_update=12, updates=4)
     longest = max(len(each["input_ids"]) for each in data)
     options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 3}
@@ -226,6 +242,7 @@ def test_of_lengths_that_were_made_before_the_loss_is_compared(
     checks = found["max"].trainer.speed_report().as_dict()["checks"]
     assert checks["proved again"] == 1 and counts["prove_loss"] == 1 and counts["prove_lengths"] == 1
     assert counts["update"] == (2 if is_equal else 3)  # with the plan, as the second update, and because it differed
+    assert len(recomputed) == 3  # longer rows, and the loss both ways
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)
 
 
@@ -306,15 +323,7 @@ def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recomputed: list[str] = []
-
-    def sparing(self: Any, plan: Any) -> Any:
-        def recompute(stack: Any) -> None:
-            recomputed.append(plan.layout)
-            stack.callback(self._setup.recompute("full"))
-
-        return recompute
-
-    monkeypatch.setattr(Prover, "sparing", sparing)  # as on GPUs
+    monkeypatch.setattr(Prover, "sparing", recomputing(recomputed))
     data = with_a_long_sample(3, per_update=12, updates=6)
     found = {}
     for speed in ("max", "off"):

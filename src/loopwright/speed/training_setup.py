@@ -110,13 +110,17 @@ class TrainingSetup:
 
         A comparison computes what training does not: the update as written, without compiled code, or in wider batches.
         """
-        is_possible = self.on_gpu and "full" in self.policies and not self.recomputes
-        undo = self.recompute("full") if is_possible else None
+        undo = self.recompute("full") if self.can_spare and not self.recomputes else None
         try:
             yield
         finally:
             if undo is not None:
                 undo()
+
+    @property
+    def can_spare(self) -> bool:
+        """Whether a comparison on a GPU can do without the memory of activations."""
+        return self.on_gpu and ("full" in self.policies or self.recomputes)
 
     @property
     def modules(self) -> int:

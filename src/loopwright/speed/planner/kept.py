@@ -240,12 +240,12 @@ class KeptDecision(Decision):
             is_other = np.repeat(np.isin(np.arange(len(sizes)), self._others), sizes)
             samples = silent(self.samples, ~is_other) or samples
             whole = self.prover.seen(plan, self.layout, self.samples, limits).row
-            most = max(whole, min(self._kept.row, limits.budget) if self._setup.on_gpu else self._kept.row)
+            most = max(whole, self._longest_row(limits))
             limits = replace(limits, budget=max(limits.budget, most))
             samples = with_silent(samples, self.samples, most) or samples
             longest = self.prover.seen(plan, self.layout, samples, limits).row
-        candidate = self._candidate(plan.layout, self.head, limits=limits)
-        proof = self.prover.prove_loss(candidate, samples, [self.batches[place] for place in self._others])
+        candidate = self._candidate(plan.layout, self.head, limits=limits, more=self.prover.sparing(plan))
+        proof = self.prover.prove_loss(candidate, samples, [self.batches[place] for place in self._others], plan)
         if not proof.accepted:
             return plan.layout, proof
         for seen in found.forms:
@@ -253,6 +253,12 @@ class KeptDecision(Decision):
         part = f"{len(sizes) - len(self._others)} of {len(sizes)} micro-batches"
         self.compared = f"the loss of this step and the gradients of {part} were compared again, and agree"
         return found
+
+    def _longest_row(self, limits: Limits) -> int:
+        """The longest row of the earlier run, as far as there is memory for it without compiled code; or none."""
+        if not self._setup.on_gpu:
+            return self._kept.row
+        return min(self._kept.row, limits.budget) if self._setup.can_spare else 0
 
     def _reference_update(self) -> Reference:
         """The normal path on the micro-batch with the longest sample and on the one with the most padding."""

@@ -108,13 +108,15 @@ class Verification:
         sizes = [rows_of(batch) for batch in batches]
         place = place_of(samples.longest_with_targets(), sizes)
         part, prover, plan = samples.in_batches([place], sizes), self._prover(), self._plan
-        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         if loss_only:
-            return prover.prove_loss(candidate, part, [batches[place]]).accepted
+            more = prover.sparing(plan)
+            candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits, more=more)
+            return prover.prove_loss(candidate, part, [batches[place]], plan).accepted
         try:
             reference = prover.update(part, [batches[place]], repeats=False, sparing=plan)
         except ProofRefused:
             return False
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         return prover.prove_update(candidate, reference).accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:

@@ -133,12 +133,14 @@ class Prover:
         """Compare on a whole update, split as in training."""
         return self._prober.prove(candidate, reference, divided=False)
 
-    def prove_loss(self, candidate: Candidate, samples: Samples, batches: Sequence[Any]) -> Proof:
-        """Compare the loss alone on micro-batches of an update, split as in training."""
+    def prove_loss(self, candidate: Candidate, samples: Samples, batches: Sequence[Any], plan: SpeedPlan) -> Proof:
+        """Compare the loss alone on micro-batches of an update, split as in training; activations are not kept."""
         setting, proof = self._setting(), Proof(candidate.name)
         try:
             given = [self._setup.to_device(batch) for batch in batches]
-            expected, tolerance = self._prober.loss(given, as_is, setting), self._prober.tolerance(given, setting)
+            with ExitStack() as stack:
+                self.sparing(plan)(stack)
+                expected, tolerance = self._prober.loss(given, as_is, setting), self._prober.tolerance(given, setting)
             with candidate.install():
                 laid = batches if candidate.lay_update is None else candidate.lay_update(samples)
                 found = self._prober.loss([self._setup.to_device(batch) for batch in laid], candidate.prepare, setting)
