@@ -16,8 +16,8 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they import each other by name
 
-NAMES = ("arms", "compiled_loop", "everyday", "kernels", "lengths", "update_times", "workloads")
-arms, compiled_loop, everyday, kernels, lengths, update_times, workloads = map(import_module, NAMES)
+NAMES = ("arms", "compiled_loop", "everyday", "kernels", "lengths", "products", "sft", "update_times", "workloads")
+arms, compiled_loop, everyday, kernels, lengths, products, sft, update_times, workloads = map(import_module, NAMES)
 
 ALWAYS = "mlp"
 OTHERS = [name for name in everyday.PLANS if name != ALWAYS]
@@ -225,3 +225,33 @@ def test_a_profile_counts_idle_time_launches_and_kinds() -> None:
     assert found["ms_in_long_gaps"] == pytest.approx(1.0) and found["ms_in_short_gaps"] == 0
     assert [gap["before"][:12] for gap in found["gaps"]] == ["triton_per_f", "multi_tensor"]
     assert "idle 20.0%" in kernels.text(found) and "gap 1.000 at 6.0" in kernels.text(found)
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def test_the_products_of_an_update_have_its_operations() -> None:
+    layers = products.TASKS["sft-64"]
+    shape = sft.MODELS["1.24b"]
+    tokens = np.full(1, 20_867)
+    attention = shape.operations(tokens, tokens)[0] - 6.0 * (shape.body + shape.head) * tokens[0]
+    assert sum(each.operations for each in layers) == pytest.approx(shape.operations(tokens, tokens)[0] - attention)
+    for each in (*layers, *products.TASKS["lora"], *products.TASKS["whisper"]):
+        assert each.joined().operations == each.operations
+
+
+def test_products_are_computed_apart_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, ...]] = []
+    product = torch.mm
+
+    def counted(a: Any, b: Any) -> Any:
+        found.append((*a.shape, b.shape[1]))
+        return product(a, b)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    layers = products.Layers(rows=6, inputs=4, outputs=(3, 2), times=1)
+    products.Products([layers], "cpu").run()
+    assert found == [(6, 4, 3), (6, 3, 4), (3, 6, 4), (6, 4, 2), (2, 6, 4)]  # the second input gradient is added
+    found.clear()
+    products.Products([products.Layers(6, 4, (3,), 2, frozen=True).joined()], "cpu").run()
+    assert found == [(6, 4, 3), (6, 3, 4)] * 2

@@ -45,6 +45,17 @@ def test_numbers_without_any_to_compare_them_with_replace_none_that_have_some(tm
     assert "| 40.0 | - | - | 100.0 |" in table.rendered(PAGE, tmp_path)
 
 
+def test_the_peak_memory_of_loopwright_is_the_latest_of_all_files(tmp_path: Path) -> None:
+    write(tmp_path, "everyday-2026-01-01.json", loopwright=arm(40.0, peak_gib=9.0), hand=arm(50.0, peak_gib=8.0))
+    assert "| `gpt2` | 9.0 | 8.0 |" in table.everyday_memory(tmp_path)
+    (tmp_path / "peaks-2026-01-02.json").write_text(json.dumps({"peak_gib": {"gpt2": 7.0}}))
+    assert "| `gpt2` | 7.0 | 8.0 |" in table.everyday_memory(tmp_path)
+    write(tmp_path, "everyday-2026-01-02.json", loopwright=arm(40.0, peak_gib=6.0))
+    assert "| `gpt2` | 6.0 | 8.0 |" in table.everyday_memory(tmp_path)
+    write(tmp_path, "everyday-2026-01-02b.json", loopwright=arm(40.0, peak_gib=5.0))
+    assert "| `gpt2` | 5.0 | 8.0 |" in table.everyday_memory(tmp_path)
+
+
 def test_a_void_arm_has_no_number_and_no_ratio(tmp_path: Path) -> None:
     write(tmp_path, "everyday-2026-01-01.json", loopwright=arm(40.0), hand={**arm(10.0), "status": "void"})
     page = table.rendered(PAGE, tmp_path)
