@@ -1,6 +1,6 @@
 """Everything that has to be measured on a GPU, the most important first, within a number of minutes.
 
-    python benchmarks/on_gpu.py [--minutes 25] [--only tests peaks-vit ...] [--to FOLDER] [--pack FILE]
+    python benchmarks/on_gpu.py [--minutes 25] [--only tests ready ...] [--to FOLDER] [--pack FILE]
 
 Each step is a script with a time limit. A step begins only if its usual time is left. Its log and its numbers are in
 the folder as soon as it ends, and with --pack in one archive, so that nothing is lost if the machine has to be
@@ -46,32 +46,33 @@ def everyday(tasks: str, more: str = "", *, usual: int) -> Step:
 
 
 ALL_ARMS = "--arms loopwright hand transformers --preload"
-SLOW = "--beside 4 --timeout 420"
+SLOW = "--beside 4 --timeout 530"
 """For arms that get ready slowly: a large model that is compiled as a whole takes minutes."""
 CACHE = "--cache FOLDER/../cache"
 PEAKS = ("vit", "convnext", "custom", "whisper", "gpt2")
 """Workloads of which every new peak of memory is printed with the function that ran, until all is decided."""
 
 STEPS = {
-    "tests": Step("../tests/gpu/script.py", 300, 420),
-    "ready": Step(f"ready.py sft-64 {CACHE}", 75, 110),
-    "ready-warm": Step(f"ready.py sft-64 {CACHE}", 50, 80),
+    "hands": everyday("sft-8 t5 lora", f"--arms hand --preload {SLOW}", usual=530),
+    "ready": Step(f"ready.py sft-64 {CACHE}", 50, 110),
+    "ready-warm": Step(f"ready.py sft-64 {CACHE}", 40, 80),
     "sft-60": Step(
         f"everyday.py sft-64 --arms loopwright --planned 60 --updates 40 {CACHE} --to FOLDER/sft-60-{TODAY}.json",
         60, 100,
     ),
-    "evaluation": Step(f"evaluation.py --model bert --timeout 90 --json FOLDER/evaluation-bert-{TODAY}.json", 60, 150),
-    "t5": everyday("t5", "--arms loopwright --timeout 150", usual=110),
+    "trainers": everyday("sft-8 t5 lora", "--arms loopwright transformers --preload --beside 2", usual=330),
+    "tests": Step("../tests/gpu/script.py", 540, 600),
+    "convnext": everyday("convnext", "--arms loopwright", usual=75),
     "generation": Step(f"generation.py --arms ours transformers --json FOLDER/generation-{TODAY}.json", 150, 240),
-    "sft-8": everyday("sft-8", f"{ALL_ARMS} {SLOW}", usual=220),
+    "evaluation": Step(f"evaluation.py --model bert --timeout 90 --json FOLDER/evaluation-bert-{TODAY}.json", 60, 150),
     **{f"peaks-{task}": Step(f"ready.py {task} --updates 30", 45, 90) for task in PEAKS},
     "profiles": Step(
-        f"everyday.py lora sft-64 whisper --arms loopwright --profile --to FOLDER/profiles-{TODAY}.json", 180, 260
+        f"everyday.py lora sft-64 whisper --arms loopwright --profile --warmup 40 --to FOLDER/profiles-{TODAY}.json",
+        200, 280,
     ),
-    "alone": everyday("gpt2 vit convnext whisper custom", "--arms loopwright", usual=260),
+    "products": Step(f"products.py sft-64 lora whisper --to FOLDER/products-{TODAY}.json", 30, 60),
     "check": Step(f"check_gpu.py FOLDER/check-gpu-{TODAY}.json --forks --limit 170", 180, 240),
-    "loops": everyday("sft-64 lora bert", f"{ALL_ARMS} {SLOW}", usual=440),
-    "pairs": everyday("t5 whisper custom", f"{ALL_ARMS} {SLOW}", usual=400),
+    "loops": everyday("sft-64 bert whisper custom", f"{ALL_ARMS} {SLOW}", usual=440),
     "rest": everyday("gpt2 vit convnext mlp", "", usual=300),
 }  # fmt: skip
 ENDED = "steps.json"

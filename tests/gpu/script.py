@@ -1,24 +1,27 @@
 """Running the tests of a file as a script, on machines that have a GPU and no pytest.
 
-This file itself runs those of all files, in one process: `python tests/gpu/script.py`.
+This file itself runs those of all files, some files at a time: `python tests/gpu/script.py`.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import os
+import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 HERE = Path(__file__).resolve().parent
-FIRST = ("test_speed_parts", "test_graphed_training", "test_output_layer_gpu", "test_evaluation_gpu", "test_pairs_gpu")
-"""The files that run first: time may end before the last."""
+FIRST = ("test_graphed_training", "test_speed_parts", "test_two_processes", "test_output_layer_gpu")
+"""The files that run first, because they take longest."""
+BESIDE = 4
+"""Files that run at a time."""
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -51,22 +54,23 @@ def run_tests(names: dict[str, Any]) -> int:
     return failed
 
 
-def run_all() -> int:
-    """Run the tests of all files; returns how many failed. A file that cannot be imported is one failure."""
-    sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE.parents[1])]
-    os.environ.update({"HF_HUB_OFFLINE": "1", "LOOPWRIGHT_KEPT_PLANS": "off"})  # as under pytest
+def run_all(beside: int) -> int:
+    """Run the tests of all files, several files at a time; returns how many files failed."""
     others = sorted({file.stem for file in HERE.glob("test_*.py")} - set(FIRST))
-    failed = 0
-    for name in (*FIRST, *others):
-        print(f"\n{name}", flush=True)
-        try:
-            failed += run_tests(vars(importlib.import_module(f"tests.gpu.{name}")))
-        except Exception:
-            failed += 1
-            print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}", flush=True)
-    print(f"\n{failed} failed", flush=True)
-    return failed
+    names = [*FIRST, *others]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "LOOPWRIGHT_KEPT_PLANS": "off"}  # as under pytest
+    with ThreadPoolExecutor(beside) as pool:
+        return sum(pool.map(lambda name: _run_file(name, environment), names))
+
+
+def _run_file(name: str, environment: dict[str, str]) -> int:
+    """Run the tests of a file in a process of its own, and print what it printed as soon as it has ended."""
+    command = [sys.executable, str(HERE / f"{name}.py")]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    verdict = "passed" if done.returncode == 0 else f"failed with exit code {done.returncode}"
+    print(f"\n{done.stdout}\n{name}: {verdict}", flush=True)
+    return int(done.returncode != 0)
 
 
 if __name__ == "__main__":
-    sys.exit(min(run_all(), 1))
+    sys.exit(min(run_all(BESIDE), 1))
