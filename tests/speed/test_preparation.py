@@ -5,6 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from loopwright.speed.compile import preparation
 
 CODE = """
 import gc, sys, threading
@@ -91,3 +98,28 @@ def test_a_process_forked_during_the_import_can_import_too() -> None:
     """What a user has frozen before the fork stays frozen."""
     for how in ("plain", "frozen"):
         run(FORKED, how)
+
+
+@pytest.mark.parametrize("works", [True, False, None])
+def test_triton_is_hashed_beside_other_work(works: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton (None), and where hashing fails, nothing is raised or printed."""
+    ran: list[str] = []
+    raised: list[Any] = []
+
+    def triton_key() -> str:
+        ran.append(threading.current_thread().name)
+        if not works:
+            raise OSError("there is no library")
+        return "key"
+
+    cache = ModuleType("triton.runtime.cache")
+    cache.triton_key = triton_key  # type: ignore[attr-defined]
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", cache if works is not None else None)
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    preparation._hash_triton()
+    for thread in threading.enumerate():
+        if thread.name == "loopwright-triton":
+            thread.join()
+    assert ran == ([] if works is None else ["loopwright-triton"]) and not raised

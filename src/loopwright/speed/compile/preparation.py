@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import suppress
 from threading import Thread, current_thread
 
 MOST_SECONDS = 60.0
@@ -21,10 +22,28 @@ def get_ready() -> None:
         return
     maybe_warm_pool()
     if _imports is None:
+        _hash_triton()
         _imports = Thread(target=_import_inductor, name="loopwright-imports", daemon=True)
         _imports.start()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=_before_fork)
+
+
+def _hash_triton() -> None:
+    """Begin to hash Triton's library of 400 MB, on which the keys of its cache depend: it does so once per process.
+
+    Hashing does not hold the interpreter. Triton is imported here, and not beside this thread.
+    """
+    try:
+        from triton.runtime.cache import triton_key
+    except Exception:  # not installed, or a version that has it elsewhere: it hashes when it needs that
+        return
+
+    def compute() -> None:
+        with suppress(Exception):  # it is raised where a kernel is compiled
+            triton_key()
+
+    Thread(target=compute, name="loopwright-triton", daemon=True).start()
 
 
 def _import_inductor() -> None:
