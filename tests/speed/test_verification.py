@@ -348,8 +348,9 @@ def test_targets_at_places_that_were_not_compared_are_compared(kind: str, tmp_pa
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)
 
 
+@pytest.mark.parametrize("was_made", [False, True])
 def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    was_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recomputed: list[str] = []
 
@@ -361,12 +362,15 @@ def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(
         return recompute
 
     monkeypatch.setattr(Prover, "sparing", sparing)  # as on GPUs
-    data = with_a_long_sample(3, per_update=12, updates=6)
+    # In micro-batches of 27, samples of three times the longest are made with the plan.
+    rows, parts = (27, 1) if was_made else (6, 2)
+    options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts, "max_steps": 6}
+    data = with_a_long_sample(3, per_update=rows * parts, updates=6)
     found = {}
     for speed in ("max", "off"):
         torch.manual_seed(0)
         model = build("llama", "causal")
-        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=6)
+        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, **options)
         assert not model.is_gradient_checkpointing
     checks = found["max"].trainer.speed_report().as_dict()["checks"]
     assert checks["laid out"] == 6 and checks["proved again"] == 1 and len(recomputed) == 2  # longer rows, new lengths

@@ -113,7 +113,7 @@ class Verification:
         part, prover, plan = samples.in_batches([place], sizes), self._prover(), self._plan
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         if loss_only:
-            return prover.prove_loss(candidate, part, [batches[place]]).accepted
+            return prover.prove_loss(candidate, part, [batches[place]], sparing=plan).accepted
         try:
             reference = prover.update(part, [batches[place]], repeats=False, sparing=plan)
         except ProofRefused:

@@ -139,12 +139,18 @@ class Prover:
         """Compare on a whole update, split as in training."""
         return self._prober.prove(candidate, reference, divided=False)
 
-    def prove_loss(self, candidate: Candidate, samples: Samples, batches: Sequence[Any]) -> Proof:
-        """Compare the loss alone on micro-batches of an update, split as in training."""
+    def prove_loss(
+        self, candidate: Candidate, samples: Samples, batches: Sequence[Any], *, sparing: SpeedPlan | None = None
+    ) -> Proof:
+        """Compare the loss alone on micro-batches of an update, split as in training; `sparing` as in `update`."""
         setting, proof = self._setting(), Proof(candidate.name)
         try:
             given = [self._setup.to_device(batch) for batch in batches]
-            expected, tolerance = self._prober.loss(given, as_is, setting), self._prober.tolerance(given[:1], setting)
+            with ExitStack() as stack:
+                if sparing is not None:
+                    self.sparing(sparing)(stack)
+                expected = self._prober.loss(given, as_is, setting)
+                tolerance = self._prober.tolerance(given[:1], setting)
             with candidate.install():
                 laid = batches if candidate.lay_update is None else candidate.lay_update(samples)
                 found = self._prober.loss([self._setup.to_device(batch) for batch in laid], candidate.prepare, setting)
