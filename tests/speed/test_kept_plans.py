@@ -795,6 +795,67 @@ def test_rows_as_long_as_in_the_earlier_run_are_compared_with_the_first_update(t
     assert second.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
+def test_rows_are_not_longer_than_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first update of the later run is more than one row, those of the earlier run were one."""
+    rows: list[int] = []
+    prove_loss = Prover.prove_loss
+
+    def recorded(self: Any, candidate: Any, samples: Any, batches: Any, plan: Any) -> Any:
+        rows.extend(batch["input_ids"].shape[1] for batch in candidate.lay_update(samples))
+        return prove_loss(self, candidate, samples, batches, plan)
+
+    options = {**THREE, "per_device_train_batch_tokens": 24}
+    run(tmp_path / "first", data=of_lengths(*SHORT_UPDATE, *SHORT_UPDATE), **options)
+    assert json.loads(files()[0].read_bytes()[32:])["row"] == 32
+    monkeypatch.setattr(Prover, "prove_loss", recorded)
+    second = run(tmp_path / "second", data=of_lengths(*LONG_UPDATE, *LONG_UPDATE), **options)
+    assert is_taken_over(second) and second.shapes[0] == [(1, 14), (1, 18)] and rows == [14, 18]
+
+
+class Masked(nn.Module):
+    """A causal model whose loss counts tokens by a mask, also those without a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("llama", "causal")
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Any, labels: Any, loss_mask: Any, **more: Any) -> dict[str, Any]:
+        logits, counted = self.inner(input_ids=input_ids, **more).logits[:, :-1], loss_mask[:, 1:].double()
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        return {"loss": (losses * counted).sum() / counted.sum()}
+
+
+def with_mask(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    batch = collate([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+    mask = batch["attention_mask"].clone()
+    mask[:, 0] = 0
+    return {**batch, "loss_mask": mask}
+
+
+def test_the_plan_of_a_loss_that_counts_samples_without_labels_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    tolerance = Prober.tolerance
+
+    def recorded(self: Any, batches: Any, setting: Any) -> Any:
+        counted.append(len(batches))
+        return tolerance(self, batches, setting)
+
+    monkeypatch.setattr(Prober, "tolerance", recorded)
+    data = of_lengths(*SHORT_UPDATE, *LONG_UPDATE)
+    options = {**THREE, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}
+    options |= {"data_collator": with_mask, "remove_unused_columns": False}
+    alone = run(tmp_path / "alone", Masked(), data, speed="off", **options)
+    options["per_device_train_batch_tokens"] = 64
+    first = run(tmp_path / "first", Masked(), data, **options)
+    second = run(tmp_path / "second", Masked(), data, **options)
+    assert first.plan.layout == "flat" and is_taken_over(second)
+    assert second.losses == pytest.approx(alone.losses, rel=1e-6) and second.shapes[0] == [(1, 16)]
+    assert set(counted) == {1}, "the activations of all micro-batches would be in memory"
+
+
 ROWS = """
 from torch import nn
 
@@ -815,7 +876,7 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize("most", [10, 16, 31])
 def test_the_loss_of_long_rows_is_compared_again(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of rows of 32 tokens, although the first update has 16."""
+    """Also of rows of 32 tokens, although the first update has 16: if they differ, they are not covered."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "kept_rows.py").write_text(ROWS)
     made, file = importlib.import_module("kept_rows"), tmp_path / "most"
@@ -835,7 +896,9 @@ def test_the_loss_of_long_rows_is_compared_again(most: int, tmp_path: Path, monk
         alone = run(tmp_path / "alone", model(), data, speed="off", **THREE)
     finally:
         del sys.modules["kept_rows"]
-    assert not is_taken_over(found) and found.losses == pytest.approx(alone.losses, rel=1e-5)
+    verification = found.trainer._loopwright.run.speed._verification
+    assert is_taken_over(found) is (most >= 16) and verification.left == (most >= 16)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 class Weighted(InOrder):

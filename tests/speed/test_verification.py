@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from loopwright import TrainerCallback
+from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner.decision import COLLATED
-from loopwright.speed.proof.audit import EVERY, is_turn
+from loopwright.speed.proof.audit import EVERY, Verification, is_turn
 from loopwright.speed.proof.prover import Prover
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import InOrder, train
@@ -215,7 +217,7 @@ def recomputing(recomputed: list[str]) -> Any:
 def test_of_lengths_that_were_made_before_the_loss_is_compared(
     is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In micro-batches of twelve, samples of more than twice the longest are made with the plan."""
+    """In micro-batches of 27, samples of three times the longest are made with the plan."""
     counts = {"update": 0, "prove_loss": 0, "prove_lengths": 0}
 
     def counted(name: str) -> Any:
@@ -231,9 +233,9 @@ def test_of_lengths_that_were_made_before_the_loss_is_compared(
         monkeypatch.setattr(Prover, name, counted(name))
     recomputed: list[str] = []
     monkeypatch.setattr(Prover, "sparing", recomputing(recomputed))
-    data = with_a_long_sample(3, per_update=12, updates=4)
+    data = with_a_long_sample(3, per_update=27, updates=4)
     longest = max(len(each["input_ids"]) for each in data)
-    options = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "max_steps": 3}
+    options = {"per_device_train_batch_size": 27, "gradient_accumulation_steps": 1, "max_steps": 3}
     found = {}
     for speed in ("max", "off"):
         torch.manual_seed(0)
@@ -244,6 +246,50 @@ def test_of_lengths_that_were_made_before_the_loss_is_compared(
     assert counts["update"] == (2 if is_equal else 3)  # with the plan, as the second update, and because it differed
     assert len(recomputed) == 3  # longer rows, and the loss both ways
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)
+
+
+def test_if_samples_of_more_than_twice_the_longest_differ_twice_is_covered(tmp_path: Path) -> None:
+    data = samples(27 * 2, "causal", longest=12)
+    data[30] = {name: value.repeat(12)[:20] for name, value in data[30].items()}
+    options = {"per_device_train_batch_size": 27, "gradient_accumulation_steps": 1, "max_steps": 2}
+    found = train(Beyond(24), data, tmp_path, kind=InOrder, speed="max", **options)
+    verification = found.trainer._loopwright.run.speed._verification
+    assert verification.coverage.forms[0].stretched == {"source": 24} and verification.proofs == 0
+
+
+@pytest.mark.parametrize("rows, reached", [(1, (21, 21)), (3, (64, 64)), (48, (1024, 256))])
+def test_three_samples_take_about_the_memory_of_a_micro_batch(rows: int, reached: tuple[int, int]) -> None:
+    batch = {name: torch.ones(rows, 64, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
+    update = take_apart([batch], is_pair=False)
+    eager = build("llama", "causal", attn_implementation="eager")
+    for model, on_gpu, expected in (
+        (build("llama", "causal"), True, reached[0]),
+        (build("llama", "causal"), False, reached[1]),
+        (eager, True, reached[1]),
+        (build("t5", "pair"), True, reached[1]),
+    ):
+        prover = Prover.__new__(Prover)
+        prover._setup = cast(Any, SimpleNamespace(model=model, on_gpu=on_gpu))
+        assert prover._reached([batch], update) == expected
+
+
+def test_of_pairs_a_source_may_be_new_and_a_target_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample with the new source has a short target, and stretched it is shorter than one that was compared."""
+    covers: list[bool] = []
+    prove = Verification.prove
+
+    def recorded(self: Any, *args: Any, **options: Any) -> Any:
+        covers.append(options["covers"])
+        return prove(self, *args, **options)
+
+    monkeypatch.setattr(Verification, "prove", recorded)
+    usual, long = [(16, 2), (3, 12), (2, 2), (5, 3), (4, 2), (6, 2)], [(40, 2), (3, 12), (2, 2), (5, 3), (4, 2), (6, 2)]
+    ids = torch.arange(40) % 50 + 5
+    data = [{"input_ids": ids[:source], "labels": ids[:target]} for source, target in usual + long]
+    options = {"per_device_train_batch_size": 3, "max_steps": 2}
+    found = train(build("t5", "pair"), data, tmp_path, kind=InOrder, speed="max", **options)
+    assert found.plan.layout == "flat pairs"
+    assert found.trainer.speed_report().as_dict()["checks"]["proved again"] == 1 and True not in covers
 
 
 @pytest.mark.parametrize("kind", ["width", "tokens", "longest"])
@@ -319,19 +365,24 @@ def test_targets_at_places_that_were_not_compared_are_compared(kind: str, tmp_pa
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)
 
 
+@pytest.mark.parametrize("was_made", [False, True])
 def test_of_new_lengths_activations_are_recomputed_where_memory_is_scarce(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    was_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recomputed: list[str] = []
     monkeypatch.setattr(Prover, "sparing", recomputing(recomputed))
-    data = with_a_long_sample(3, per_update=12, updates=6)
+    # In micro-batches of 27, samples of three times the longest are made with the plan.
+    rows, parts = (27, 1) if was_made else (6, 2)
+    options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts, "max_steps": 6}
+    data = with_a_long_sample(3, per_update=rows * parts, updates=6)
     found = {}
     for speed in ("max", "off"):
         torch.manual_seed(0)
         model = build("llama", "causal")
-        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, max_steps=6)
+        found[speed] = train(model, data, tmp_path / speed, kind=InOrder, speed=speed, **options)
         assert not model.is_gradient_checkpointing
     checks = found["max"].trainer.speed_report().as_dict()["checks"]
-    assert checks["laid out"] == 6 and checks["proved again"] == 1 and len(recomputed) == 2  # longer rows, new lengths
+    assert checks["laid out"] == 6 and checks["proved again"] == 1
+    assert len(recomputed) == (3 if was_made else 2)  # longer rows; the new lengths as written, or the loss both ways
     assert "chosen again" not in caplog.text and "have changed" not in caplog.text
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-6)

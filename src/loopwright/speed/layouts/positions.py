@@ -34,6 +34,12 @@ def has_position_bias(model: nn.Module) -> bool:
     return any(hasattr(module, "relative_attention_bias") for module in model.modules())
 
 
+def keeps_scores(model: nn.Module) -> bool:
+    """Whether attention may keep a score, or a bias, for every two tokens of a sample."""
+    used = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return has_position_bias(model) or used in (None, "eager")
+
+
 def takes_any_length(model: nn.Module) -> bool:
     """Whether distances between tokens are the only positions, as for T5; MPNet has a table of positions as well."""
     return has_position_bias(model) and next(_tables(model, of_sources=True), None) is None

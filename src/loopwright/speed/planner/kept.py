@@ -235,21 +235,18 @@ class KeptDecision(Decision):
             return found
         plan, sizes = self.plan, [rows_of(batch) for batch in self.batches]
         limits = limits_for(plan, self._setup, self.batches, self.samples)
-        samples, longest = self.samples.in_batches(self._others, sizes), 0
-        if self.layout is not None and plan.layout in ONE_ROW:
-            is_other = np.repeat(np.isin(np.arange(len(sizes)), self._others), sizes)
-            samples = silent(self.samples, ~is_other) or samples
-            whole = self.prover.seen(plan, self.layout, self.samples, limits).row
-            most = max(whole, self._longest_row(limits))
-            limits = replace(limits, budget=max(limits.budget, most))
-            samples = with_silent(samples, self.samples, most) or samples
-            longest = self.prover.seen(plan, self.layout, samples, limits).row
-        candidate = self._candidate(plan.layout, self.head, limits=limits, more=self.prover.sparing(plan))
-        proof = self.prover.prove_loss(candidate, samples, [self.batches[place] for place in self._others], plan)
-        if not proof.accepted:
+        batches = [self.batches[place] for place in self._others]
+        # A loss may count samples without targets: then it is compared without them, and covers rows as long as those.
+        for samples, within in (*self._filled(sizes, limits), (self.samples.in_batches(self._others, sizes), limits)):
+            candidate = self._candidate(plan.layout, self.head, limits=within, more=self.prover.sparing(plan))
+            proof = self.prover.prove_loss(candidate, samples, batches, plan)
+            if proof.accepted:
+                break
+        else:
             return plan.layout, proof
         for seen in found.forms:
-            seen.row = max(seen.row, longest)
+            assert self.layout is not None
+            seen.row = max(seen.row, self.prover.seen(plan, self.layout, samples, within).row)
         part = f"{len(sizes) - len(self._others)} of {len(sizes)} micro-batches"
         self.compared = f"the loss of this step and the gradients of {part} were compared again, and agree"
         return found
@@ -259,6 +256,21 @@ class KeptDecision(Decision):
         if not self._setup.on_gpu:
             return self._kept.row
         return min(self._kept.row, limits.budget) if self._setup.can_spare else 0
+
+    def _filled(self, sizes: Sequence[int], limits: Limits) -> list[tuple[Samples, Limits]]:
+        """The update with the targets of `_others` alone; if it is one row, one as long as in the earlier run."""
+        if self.layout is None or self.plan.layout not in ONE_ROW:
+            return []
+        is_other = np.repeat(np.isin(np.arange(len(sizes)), self._others), sizes)
+        samples = silent(self.samples, ~is_other)
+        if samples is None:
+            return []
+        row = self.prover.seen(self.plan, self.layout, samples, limits).row
+        if row < samples.real_tokens:
+            return [(samples, limits)]  # several rows, as in training
+        most = max(row, self._longest_row(limits))
+        filled = with_silent(samples, self.samples, most) or samples
+        return [(filled, replace(limits, budget=max(limits.budget, most)))]
 
     def _reference_update(self) -> Reference:
         """The normal path on the micro-batch with the longest sample and on the one with the most padding."""

@@ -89,15 +89,18 @@ class Verification:
         form, plan = self.coverage.with_new_lengths(update), self._plan
         if form is None:
             return False
-        lengths = Lengths(form.shortest, form.stretched)
+        longest = {key: max(length, form.stretched.get(key, 0)) for key, length in form.longest.items()}
+        lengths = Lengths(form.shortest, longest)
         was_made = lengths.reach(update)
         if not was_made:
             prover = self._prover()
             candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
             found = prover.prove_lengths(candidate, samples, batches)
-            if found is None or not found.reach(update):
+            if found is None:
                 return False
-            lengths = found
+            lengths = lengths.and_those(found)
+            if not lengths.reach(update):
+                return False
         if not self._longest_agrees(batches, samples, limits, loss_only=was_made):
             return False
         form.add(update)  # also its padding, if there was none before

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from ..layouts.candidates import Layout
+from ..layouts.positions import keeps_scores
 from ..layouts.rows import PLACES, Limits, longest_row, padded_tokens
-from ..layouts.samples import DECODED, IGNORED, SOURCE, Samples, few_of
+from ..layouts.samples import DECODED, IGNORED, SOURCE, Samples, few_of, rows_of
 from ..memory.token_budget import limits_for
 from ..output_layer import ReplacedHead
 from ..planner.decision import IN_ROWS, ONE_ROW, SpeedPlan
@@ -47,6 +48,11 @@ class Lengths(NamedTuple):
             self.shortest[key] <= update.shortest[key] and longest <= self.longest.get(key, 0)
             for key, longest in update.longest.items()
         )
+
+    def and_those(self, other: Lengths) -> Lengths:
+        """The range of both."""
+        shortest = {key: min(length, other.shortest[key]) for key, length in self.shortest.items()}
+        return Lengths(shortest, {key: max(length, other.longest[key]) for key, length in self.longest.items()})
 
 
 class Prover:
@@ -140,7 +146,8 @@ class Prover:
             given = [self._setup.to_device(batch) for batch in batches]
             with ExitStack() as stack:
                 self.sparing(plan)(stack)
-                expected, tolerance = self._prober.loss(given, as_is, setting), self._prober.tolerance(given, setting)
+                expected = self._prober.loss(given, as_is, setting)
+                tolerance = self._prober.tolerance(given[:1], setting)
             with candidate.install():
                 laid = batches if candidate.lay_update is None else candidate.lay_update(samples)
                 found = self._prober.loss([self._setup.to_device(batch) for batch in laid], candidate.prepare, setting)
@@ -193,7 +200,8 @@ class Prover:
         """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared.
 
         Three samples are compared, which together are as large as a micro-batch of the collator if that reaches more:
-        of later updates with longer samples, only the loss is compared.
+        of later updates with longer samples, only the loss is compared. If they differ, or are too large, the longest
+        has twice its length.
         """
         lengths = samples.lengths
         order = np.argsort(lengths, kind="stable")
@@ -204,11 +212,30 @@ class Prover:
         most = longest_possible(self._setup.model)
         if most is None and self._setup.on_gpu:
             return None  # a position out of range would abort the process on a GPU instead of raising an error
+        twice = STRETCH * int(lengths[order[-1]])
+        for reached in sorted({twice, max(twice, self._reached(batches, samples))}, reverse=True):
+            found = self._prove_stretched(candidate, samples, order, reached, most)
+            if found is not None:
+                return found
+        return None
+
+    def _reached(self, batches: Sequence[Any], samples: Samples) -> int:
+        """The length at which three samples take about the memory of the collator's largest micro-batch.
+
+        Attention may keep a score for every two tokens of a sample.
+        """
+        sizes = [(padded_tokens([batch], samples), rows_of(batch)) for batch in batches]
+        if self._setup.on_gpu and not keeps_scores(self._setup.model):
+            return max(tokens for tokens, _ in sizes) // 3
+        return max(int(tokens / (3 * max(rows, 3)) ** 0.5) for tokens, rows in sizes)
+
+    def _prove_stretched(
+        self, candidate: Candidate, samples: Samples, order: np.ndarray, reached: int, most: int | None
+    ) -> Lengths | None:
+        """The lengths of the last of `order` at about `reached` tokens, of a usual one, and of the first, shortened."""
         try:
-            longest = int(lengths[order[-1]])
-            reached = max(STRETCH * longest, max(padded_tokens([batch], samples) for batch in batches) // 3)
-            most = reached if most is None else min(most, reached)
-            long = stretched(samples.select(order[-1:]), -(-reached // longest), most)
+            times = -(-reached // int(samples.lengths[order[-1]]))
+            long = stretched(samples.select(order[-1:]), times, reached if most is None else min(most, reached))
             short = shortened_to(samples.select(order[:1]), SHORT)
             usual = samples.select(order[len(order) // 2 : len(order) // 2 + 1])
             on_left = not all(axis.is_right_padded for axis in samples.axes.values())
