@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from loopwright import OverrideError, Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.user_code.overrides import NEVER_CALLED
-from tests.models import Regression, losses, regression_data, regression_run
+from tests.models import Regression, logged, losses, regression_data, regression_run
 
 DATA = regression_data(12)
 
@@ -351,6 +351,24 @@ def test_create_optimizer_and_scheduler_is_really_called() -> None:
     trainer.train()
     assert trainer.total == 4
     assert {row["learning_rate"] for row in trainer.state.log_history if "loss" in row} == {0.125}
+
+
+@pytest.mark.parametrize("steps", [4, 9])
+def test_a_schedule_made_before_training_is_made_again_for_its_steps(steps: int) -> None:
+    trainer = make(Trainer)
+    trainer.create_optimizer_and_scheduler(num_training_steps=steps)
+    trainer.train()
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-2 * (1 - step / 4) for step in range(4)])
+    told = [text for text in trainer._loopwright.notices.told if "num_training_steps=9" in text]
+    assert len(told) == (steps == 9)
+
+
+def test_a_schedule_that_replaces_the_one_made_before_training_is_used() -> None:
+    trainer = make(Trainer)
+    trainer.create_optimizer_and_scheduler(num_training_steps=9)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, factor=1.0)
+    trainer.train()
+    assert set(logged(trainer, "learning_rate")) == {1e-2}
 
 
 @pytest.mark.parametrize("with_keys", [False, True])

@@ -141,6 +141,26 @@ def test_a_rate_changed_by_hand_survives_the_reload():
     assert lrs(resumed) == [0.123]
 
 
+def test_base_rates_that_are_assigned_are_used_as_in_torch():
+    def rates(build):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1)) for _ in range(2)], lr=0.4)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.2})
+        scheduler, seen = build(optimizer), []
+        for step in range(4):
+            if step == 1:
+                scheduler.base_lrs = [base / 2 for base in scheduler.base_lrs]
+            if step == 2:
+                scheduler.base_lrs[1] = 0.8
+            optimizer.step()
+            scheduler.step()
+            seen.append([group["lr"] for group in optimizer.param_groups])
+        return seen, scheduler.state_dict()["base_lrs"]
+
+    ours = rates(lambda optimizer: ScheduledLR(optimizer, lambda step: 1 / (1 + step)))
+    assert ours == rates(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    assert ours[1] == [0.2, 0.8]
+
+
 def test_the_state_of_transformers_scheduler_can_be_loaded():
     transformers = pytest.importorskip("transformers")
     theirs, ours = optimizer_with(1e-3), optimizer_with(1e-3)

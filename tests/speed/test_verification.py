@@ -166,7 +166,7 @@ def test_of_new_lengths_the_longest_sample_is_compared_and_not_the_update(
     checks = found["max"].trainer.speed_report().as_dict()["checks"]
     audits = checks["computed both ways"]
     assert checks["proved again"] == 1
-    assert checks["with new inputs, not regrouped"] == (0 if is_equal else 1)
+    assert checks["with new inputs not laid out"] == (0 if is_equal else 1)
     assert len(whole) == 1 + audits if is_equal else len(whole) > 1 + audits
     assert found["max"].losses == pytest.approx(found["off"].losses, rel=1e-5)
 

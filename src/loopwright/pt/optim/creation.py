@@ -25,16 +25,21 @@ class TorchOptim(TorchPart):
 
     _own_scheduler: bool = False
     """Whether the scheduler was created by a run, not given."""
+    _early_scheduler: Any = None
+    """The one that `create_scheduler` made before the run, as transformers' Trainer makes it again for each run."""
+    _early_updates: int = 0
+    """How many updates it is for."""
     _split_optimizer: Any = None
     """The optimizer to which param_groups was applied."""
     _frozen: Frozen | None = None
 
     def prepare(self) -> None:
-        if self.trainer.lr_scheduler is not None and self._own_scheduler:
+        updates = self.run.scheduled_updates = self.run.scheduled_then or self.run.plan.max_steps
+        if self._own_scheduler or self._is_made_again(updates):
             self.trainer.lr_scheduler = None
         self._own_scheduler = self.trainer.lr_scheduler is None
-        updates = self.run.scheduled_updates = self.run.scheduled_then or self.run.plan.max_steps
         self.trainer.create_optimizer_and_scheduler(num_training_steps=updates)
+        self._early_scheduler = None
         self._check_is_split()
         check_fp16_weights(self.model, self.strategy.precision)
         is_split = self.trainer.optimizer is self._split_optimizer
@@ -49,6 +54,17 @@ class TorchOptim(TorchPart):
             lr_scheduler=self.trainer.lr_scheduler,
             train_dataloader=self.run.loader,
         )
+
+    def _is_made_again(self, updates: int) -> bool:
+        """Whether the scheduler was made by `create_scheduler` before the run; a message says if its length changes."""
+        if self._early_scheduler is None or self.trainer.lr_scheduler is not self._early_scheduler:
+            return False
+        if self._early_updates != updates:
+            self.notices.warn_once(
+                f"the schedule of create_scheduler(num_training_steps={self._early_updates}) is made again for the "
+                f"{updates} steps of this run, as transformers does; pass optimizers=(optimizer, scheduler) to keep one"
+            )
+        return True
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create both, unless they were given."""
@@ -132,6 +148,7 @@ class TorchOptim(TorchPart):
                 kwargs=read_dict(self.args.lr_scheduler_kwargs),
                 args=self.args,
             )
+            self._early_scheduler, self._early_updates = self.trainer.lr_scheduler, num_training_steps
         return self.trainer.lr_scheduler
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -23,6 +23,19 @@ from .greedy_lr import GreedyLR
 from .learning_rates import current_lrs, initial_lr, one_for_each_group, restore_lrs, set_lr
 
 # ------------------------------------------------------------------------------------------------ following a schedule
+
+
+class _BaseLRs(list[float]):
+    """The learning rates before the schedule; one that is assigned becomes the one of its group."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(map(initial_lr, groups))
+        self._groups = groups
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        for group, base in list(zip(self._groups, self, strict=True)):
+            group["initial_lr"] = float(base)
 
 
 class ScheduledLR(LRScheduler):
@@ -55,8 +68,12 @@ class ScheduledLR(LRScheduler):
 
     @property
     def base_lrs(self) -> list[float]:
-        """Each group's learning rate before the schedule."""
-        return [initial_lr(group) for group in self.optimizer.param_groups]
+        """Each group's learning rate before the schedule; may be assigned, as in torch's schedulers."""
+        return _BaseLRs(self.optimizer.param_groups)
+
+    @base_lrs.setter
+    def base_lrs(self, values: Sequence[float]) -> None:
+        self.base_lrs[:] = values
 
     @property
     def lr_lambdas(self) -> list[Schedule]:
@@ -74,14 +91,12 @@ class ScheduledLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The state for resuming, as plain numbers."""
-        return {"last_epoch": self.last_epoch, "base_lrs": self.base_lrs, "_last_lr": current_lrs(self.optimizer)}
+        return {"last_epoch": self.last_epoch, "base_lrs": list(self.base_lrs), "_last_lr": current_lrs(self.optimizer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved state; also accepts the state of torch's LambdaLR."""
         self.last_epoch = int(state_dict["last_epoch"])
-        base_lrs = one_for_each_group(self.optimizer, "base_lrs", state_dict["base_lrs"])
-        for group, base in zip(self.optimizer.param_groups, base_lrs, strict=True):
-            group["initial_lr"] = float(base)
+        self.base_lrs = one_for_each_group(self.optimizer, "base_lrs", state_dict["base_lrs"])
         # The rates are stored in addition to the bases: a callback may have changed them since the last step.
         self._last_lr = restore_lrs(self.optimizer, state_dict.get("_last_lr") or self.get_lr())
 

@@ -167,7 +167,7 @@ class Verification:
     def checks(self) -> dict[str, int]:
         """The counts, under the names used in the report."""
         return {"laid out": self.updates, "computed both ways": self.audits, "proved again": self.proofs,
-                "with new inputs, not regrouped": self.left}  # fmt: skip
+                "with new inputs not laid out": self.left}  # fmt: skip
 
     @property
     def since(self) -> int:
