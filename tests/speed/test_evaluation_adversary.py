@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loopwright import Trainer, TrainerCallback
-from tests.speed.architectures import build, collate, samples
+from tests.speed.architectures import WIDTH, build, collate, samples
 from tests.speed.test_evaluation import assert_alike, chosen, numbers, reason, trainer_of
 
 pytest.importorskip("transformers")
@@ -308,3 +308,20 @@ def test_changes_between_predictions_are_followed(change: Any, doubles_stay: Non
         found.append((first, trainer.predict(DATA).predictions))
     assert_alike(found[1], found[0], 1e-9)
     assert any(chosen(trainer).values()) is (change is not method), reason(trainer)
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_outputs_that_cannot_be_compared_later_are_those_of_the_batches(is_shown: bool, tmp_path: Path) -> None:
+    """Samples of one length, which a layout cuts to it: an output per token has the width of the collator's batches."""
+    found, shown = [], []
+    one_length = [next(each for each in DATA if len(each["input_ids"]) < WIDTH // 2)] * 6
+    for speed in ("off", "max"):
+        shown.clear()
+        model = made({"more": lambda model, logits, ids: {"more": 2 * ids} if shown else {}})
+        trainer = trainer_of(model, DATA, tmp_path, speed)
+        trainer.predict(DATA)
+        assert any(chosen(trainer).values()) is (speed == "max"), reason(trainer)
+        shown += [1] * is_shown
+        found.append(trainer.predict(one_length).predictions)
+    assert_alike(found[1], found[0], 1e-12)
+    assert any(chosen(trainer).values()) is not is_shown, reason(trainer)
