@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loopwright import Trainer, TrainerCallback
-from tests.speed.architectures import build, collate, samples
+from tests.speed.architectures import WIDTH, build, collate, samples
 from tests.speed.test_evaluation import assert_alike, chosen, numbers, reason, trainer_of
 
 pytest.importorskip("transformers")
@@ -207,6 +207,24 @@ def test_a_count_on_the_class_of_a_model_is_that_of_its_batches(
     assert equal(*found)
 
 
+def test_a_hook_on_all_modules_sees_the_collators_batches(tmp_path: Path) -> None:
+    found: list[list[Any]] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, Model):
+            found[-1].append(output["logits"])
+
+    handle = nn.modules.module.register_module_forward_hook(keep)
+    try:
+        for speed in ("off", "max"):
+            found.append([])
+            trainer, _ = predict(Model(), tmp_path, speed)
+    finally:
+        handle.remove()
+    assert "hook on all modules" in reason(trainer)
+    assert equal(*found)
+
+
 # ---- loaders and callbacks ------------------------------------------------------------------------------------------
 
 
@@ -308,3 +326,25 @@ def test_changes_between_predictions_are_followed(change: Any, doubles_stay: Non
         found.append((first, trainer.predict(DATA).predictions))
     assert_alike(found[1], found[0], 1e-9)
     assert any(chosen(trainer).values()) is (change is not method), reason(trainer)
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_outputs_that_cannot_be_compared_later_are_those_of_the_batches(is_shown: bool, tmp_path: Path) -> None:
+    """Samples of one length, which a layout cuts to it: an output per token has the width of the collator's batches."""
+    found: list[Any] = []
+    shown: list[int] = []
+
+    def more(model: Any, logits: Tensor, ids: Tensor) -> dict[str, Any]:
+        return {"more": 2 * ids} if shown else {}
+
+    one_length = [next(each for each in DATA if len(each["input_ids"]) < WIDTH // 2)] * 6
+    for speed in ("off", "max"):
+        shown.clear()
+        model = made({"more": more})
+        trainer = trainer_of(model, DATA, tmp_path, speed)
+        trainer.predict(DATA)
+        assert any(chosen(trainer).values()) is (speed == "max"), reason(trainer)
+        shown += [1] * is_shown
+        found.append(trainer.predict(one_length).predictions)
+    assert_alike(found[1], found[0], 1e-12)
+    assert any(chosen(trainer).values()) is not is_shown, reason(trainer)

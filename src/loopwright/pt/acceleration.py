@@ -342,6 +342,9 @@ class Acceleration(TorchPart):
 
 def hooked_module(model: nn.Module) -> str | None:
     """The first module with a user's hook, as opposed to one of this library or of the model itself."""
+    of_all = (torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks)
+    if any(is_foreign(hook) for hooks in of_all for hook in hooks.values()):
+        return "all modules"
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if is_foreign(hook):

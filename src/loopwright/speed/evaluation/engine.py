@@ -31,7 +31,7 @@ from ..proof.guard import Coverage, Seen
 from ..proof.prober import Proof, ProofRefused
 from ..proof.prover import knows_count
 from .evaluation_setup import EvaluationSetup
-from .pieces import Piece, collated, pieces_of
+from .pieces import Piece, Unserved, collated, pieces_of
 from .proof import EvaluationDecision, EvaluationProver
 
 WINDOW_TOKENS = {"cpu": 64 * 1024, "cuda": 16 * ROW_TOKENS}
@@ -227,17 +227,24 @@ class EvaluationEngine:
         prover = EvaluationProver(self._setup)
         try:
             reference = prover.part(samples, self._windows)
-        except ProofRefused:
-            return True  # for example because these samples have no targets
+        except Unserved as reason:
+            return self._stop(str(reason))
+        except ProofRefused as reason:  # for example because these samples have no targets
+            self._windows -= 1  # the next window is compared instead
+            self._log(f"speed: evaluation batches that cannot be compared are computed as collated: {reason}")
+            return False
         candidate = prover.candidate(self.plan.layout, self.plan, self._layout, self._head)
         proof = prover.prove_part(candidate, reference)
-        if not proof.accepted:
-            self._warn(
-                f"speed: an evaluation differs from the collator's batches: {proof.reason}. They are computed as "
-                "collated from now on"
-            )
-            self.switch_off(f"a later comparison differed: {proof.reason}")
-        return proof.accepted
+        return proof.accepted or self._stop(proof.reason)
+
+    def _stop(self, difference: str) -> bool:
+        """Compute the collator's batches from now on, because a later comparison differed; returns False."""
+        self._warn(
+            f"speed: an evaluation differs from the collator's batches: {difference}. They are computed as collated "
+            "from now on"
+        )
+        self.switch_off(f"a later comparison differed: {difference}")
+        return False
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
