@@ -161,10 +161,20 @@ class Smoothed(Around):
     def result(self, logits: Tensor, labels: Any) -> Any:
         found = super().result(logits, labels)
         if labels is not None:
-            found["loss"] = F.cross_entropy(
-                logits[:, :-1].reshape(-1, 40), labels[:, 1:].reshape(-1), label_smoothing=0.2
-            )
+            total, count = smoothed(logits, labels)
+            found["loss"] = total / count
         return found
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    targets = labels[:, 1:].reshape(-1)
+    total = F.cross_entropy(logits[:, :-1].reshape(-1, 40), targets, label_smoothing=0.2, reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def smoothed_parts(owner: Any, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    labels = batch.pop("labels")
+    return smoothed(logits_of(model(**batch)), labels)
 
 
 IGNORED_FIRST = lambda: ragged(32, ignored=1)  # noqa: E731
@@ -184,7 +194,7 @@ CHANGES: dict[str, tuple[Case, Case]] = {
     "model class with noise in training": (AROUND, replace(PLAIN, make=lambda: made(LengthNoise))),
     "model class with another gradient": (AROUND, replace(PLAIN, make=lambda: made(WidthGradient))),
     "model class by the longest": (AROUND, replace(PLAIN, make=lambda: made(LongestScale))),
-    "model class with another loss": (AROUND, replace(PLAIN, make=lambda: made(Smoothed), loss=None)),
+    "model class with another loss": (AROUND, replace(PLAIN, make=lambda: made(Smoothed), loss=pooled(smoothed_parts))),
     "collator": (PLAIN, replace(PLAIN, collator=lambda: with_ends)),
     "collator's side": (replace(PLAIN, rows=IGNORED_FIRST), replace(PLAIN, collator=lambda: on_the_left)),
     "collator's width": (AROUND, replace(PLAIN, make=lambda: made(RowTemperature), collator=lambda: far_padding)),

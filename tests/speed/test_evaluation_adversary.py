@@ -95,7 +95,7 @@ CHANGES: dict[str, Change] = {
     "a list of outputs": collected,
     "a dict of counts": counted,
     "a moving mean": moved,
-    "by rows": lambda model, logits, ids: logits + (1e-3 if len(ids) > 9 else 0.0),
+    "by rows": lambda model, logits, ids: logits + (1e-3 if len(ids) > 4 else 0.0),  # batches have 4
     "by one width": lambda model, logits, ids: logits + (1e-3 if ids.shape[1] % 7 == 0 else 0.0),
     "last token": lambda model, logits, ids: logits + 1e-3 * ids[:, -1:],
     "mean over padding": lambda model, logits, ids: logits + 1e-3 * ids.double().mean(1, keepdim=True),
