@@ -19,6 +19,8 @@ from tests.speed.test_architectures import EXPECTED, IN_SINGLE_PRECISION
 from tests.speed.training import gradients_of
 
 pytest.importorskip("transformers")
+ROUNDED = {"gemma", "gemma3_text", "mpt"}
+"""Compute norms or shares of attention in single precision, which compiled code rounds in another order."""
 ALWAYS = {("gpt2", "causal"), ("roberta", "class"), ("bart", "pair")}
 """The others run with `-m grid`."""
 
@@ -49,8 +51,7 @@ def of_one_length(count: int, task: str) -> list[dict[str, Any]]:
     [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.grid) for case in sorted(EXPECTED)],
 )
 def test_the_update_is_that_of_the_model_as_written(kind: str, task: str, doubles_stay: None, tmp_path: Any) -> None:
-    # Others compute rotations or norms in single precision, whose rounding is part of the model: 6e-10 were seen.
-    data, tolerance = of_one_length(12, task), 1e-5 if kind in IN_SINGLE_PRECISION else 2e-9
+    data, tolerance = of_one_length(12, task), 1e-5 if kind in IN_SINGLE_PRECISION | ROUNDED else 2e-9
     plain = gradients_of(build(kind, task, layers=2), data, tmp_path, speed="off", max_steps=2)
     fast = gradients_of(build(kind, task, layers=2), data, tmp_path, max_steps=2)
     assert fast.plan.region and fast.trainer.compiled.calls[0].times > 0, fast.plan.lines()
