@@ -75,10 +75,10 @@ def whisper(samples: int, width: int, layers: int, positions: int, targets: int,
 
 TASKS = {
     "sft-64": llama(20_867, 2048, 8192, 512, 16, 128_256),
-    "lora": llama(5_217, 4096, 14_336, 1024, 32, 128_256, frozen=True),
+    "lora": llama(4_815, 4096, 14_336, 1024, 32, 128_256, frozen=True),
     "whisper": whisper(16, 768, 12, 1500, 256, 51_872),
 }
-"""With the mean number of tokens of an update, and the width to which most targets of Whisper are padded."""
+"""With the tokens of the median update, and the width to which most targets of Whisper are padded."""
 
 
 class Products:
